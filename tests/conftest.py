@@ -1,0 +1,23 @@
+"""Shared by every test: checked shapes, a compilation cache, and the numbers other programs made."""
+
+import os
+from pathlib import Path
+
+# Before JAX starts: compiled programs are kept between runs and shared by the workers.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("pistar", "beartype.beartype")
+
+import pytest  # noqa: E402
+
+OPENPI = Path(__file__).parent / "fixtures" / "openpi"
+
+
+@pytest.fixture(scope="session")
+def openpi_goldens() -> Path:
+    """The folder of numbers made by running OpenPI itself."""
+    return OPENPI
