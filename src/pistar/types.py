@@ -1,6 +1,8 @@
 """The only shapes that cross a door between rooms."""
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -9,9 +11,36 @@ from jaxtyping import Bool, Float, Int, UInt8
 AnyArray = jax.Array | np.ndarray
 """Batches are numpy until they reach a device."""
 
+T = TypeVar("T")
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: type[T]) -> type[T]:
+    """A frozen dataclass that JAX maps over, all of its fields being leaves or subtrees.
+
+    Not `jax.tree_util.register_dataclass`: JAX rebuilds trees from placeholders that are no arrays, and that one does
+    so through `__init__`, where the tests check shapes and types.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # a dataclass as of one line up
+
+    def flatten_with_keys(tree: T) -> tuple[list[tuple[Any, Any]], None]:
+        return [(jax.tree_util.GetAttrKey(name), getattr(tree, name)) for name in names], None
+
+    def flatten(tree: T) -> tuple[list[Any], None]:
+        return [getattr(tree, name) for name in names], None
+
+    def unflatten(_: None, children: Iterable[Any]) -> T:
+        tree = object.__new__(cls)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(tree, name, child)
+        return tree
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+@pytree
 class Observation:
     """What the policy sees, under OpenPI's field names, with the model's dimensions (padded, tokenised)."""
 
