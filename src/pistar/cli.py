@@ -1,0 +1,89 @@
+"""The command line. Each command imports what it needs when it runs, so that `pistar --help` is instant."""
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pistar.errors import UserError
+
+
+def verify(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    /,
+    model_type: Literal["pi0", "pi05"] | None = None,
+    action_dim: int | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    """Tell what a checkpoint is, from its weights and assets, and check all of it.
+
+    Args:
+        checkpoint: A step folder, its params folder, or a .tar.gz of either.
+        model_type: Fail unless it is this model.
+        action_dim: Fail unless its padded actions have this many numbers.
+        tokenizer: Fail unless this SentencePiece file ("tiny": pistar's own) is what it was trained with.
+    """
+    from rich.progress import Progress
+
+    from pistar.training import verify as verification
+
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
+        report = verification.verify(
+            checkpoint,
+            model_type=model_type,
+            action_dim=action_dim,
+            tokenizer=tokenizer,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    facts, checks = Table(title=Text(str(checkpoint)), show_header=False), Table(show_header=False)
+    for name, value in report.facts.items():
+        facts.add_row(name, Text(value))
+    for check in report.checks:
+        mark = Text("✗", "red") if check.problems else Text("✓", "green")
+        checks.add_row(mark, check.name, Text("\n".join(check.problems) or check.detail))
+    Console().print(facts, checks)
+    if report.problems:
+        more = f" (and {len(report.problems) - 1} more above)" if len(report.problems) > 1 else ""
+        raise UserError(f"{checkpoint}: {report.problems[0]}{more}")
+
+
+def presets() -> None:
+    """List the named model configurations."""
+    from pistar.presets import MODELS
+
+    table = Table("name", "model", "vlm", "action expert", "vision", "pixels", "actions")
+    for name, config in MODELS.items():
+        experts = [
+            f"{gemma.width} × {gemma.depth}" + (f", LoRA {gemma.lora.rank}" if gemma.lora else "")
+            for gemma in (config.vlm, config.expert)
+        ]
+        vision = f"{config.vision.width} × {config.vision.depth}"
+        chunk = f"{config.action_horizon} × {config.action_dim}"
+        table.add_row(name, config.model_type, *experts, vision, str(config.image_size), chunk)
+    Console().print(table)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"verify": verify, "presets": presets}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one command. A mistake of the user's is one line on stderr and exit code 1."""
+    args = sys.argv[1:] if args is None else args
+    if list(args) == ["--version"]:
+        Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)
+        return
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="pistar", description="Make a π₀ policy that imitates one that succeeds.", args=args
+        )
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+        sys.exit(1)

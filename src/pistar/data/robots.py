@@ -1,0 +1,333 @@
+# ruff: noqa: D102  # what calling a transform does, its class says
+"""Robots: what their observations are called, how their joints map to the model's, and the way through both.
+
+A robot is data, so adding one is adding an entry to `ROBOTS`. The model's side of the names is OpenPI's.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from pistar.config import CAMERAS
+from pistar.data.norm_stats import Norm, NormStats
+from pistar.data.transforms import (
+    AbsoluteActions,
+    Data,
+    DeltaActions,
+    InjectDefaultPrompt,
+    Normalize,
+    PadStatesAndActions,
+    Repack,
+    ResizeImages,
+    TokenizePrompt,
+    Tokenizer,
+    Transform,
+    Unnormalize,
+    bool_mask,
+    compose,
+    flatten,
+)
+from pistar.errors import UserError
+
+Joints = Float[np.ndarray, "*b d"]
+
+
+def _unchanged(x: Joints) -> Joints:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Robot:
+    """What the data of one kind of robot looks like."""
+
+    name: str
+    state_dim: int
+    action_dim: int
+    state_keys: tuple[str, ...]
+    """Slash paths in its observation that, put end to end, are its state."""
+    cameras: Mapping[str, str | None]
+    """From the model's cameras to slash paths in its observation; None where it has no such camera."""
+    optional_cameras: tuple[str, ...] = ()
+    """Paths that may be missing: the model then sees black and a mask. All others must be there."""
+    unused_cameras: tuple[str, ...] = ()
+    """Paths that may be there and are ignored."""
+    repack: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """From the columns of its usual LeRobot datasets to its observation, see `Repack`."""
+    delta_mask: tuple[bool, ...] | None = None
+    """Dimensions the model is given relative to the state. None: all as they are."""
+    state_to_model: Callable[[Joints], Joints] = _unchanged
+    actions_to_model: Callable[[Joints], Joints] = _unchanged
+    actions_from_model: Callable[[Joints], Joints] = _unchanged
+
+    @property
+    def inputs(self) -> tuple[Transform, ...]:
+        """From its observation (and actions) to the model's names, before normalisation."""
+        delta = () if self.delta_mask is None else (DeltaActions(self.delta_mask),)
+        return (RobotInputs(self), *delta)
+
+    @property
+    def outputs(self) -> tuple[Transform, ...]:
+        """From the model's actions, not normalised any more, to its own."""
+        absolute = () if self.delta_mask is None else (AbsoluteActions(self.delta_mask),)
+        return (*absolute, RobotOutputs(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class RobotInputs:
+    """Pick a robot's cameras, state, actions and prompt out of its observation."""
+
+    robot: Robot
+
+    def __call__(self, data: Data) -> Data:
+        flat, robot = flatten(data), self.robot
+        state = np.concatenate([self._joints(flat, key) for key in robot.state_keys], axis=-1)
+        self._check_dim("state", state, robot.state_dim)
+        images = {slot: self._image(flat, path) for slot, path in robot.cameras.items()}
+        black = np.zeros_like(next(image for image in images.values() if image is not None))
+        out: Data = {
+            "image": {slot: black if image is None else image for slot, image in images.items()},
+            "image_mask": {slot: np.full(state.shape[:-1], image is not None) for slot, image in images.items()},
+            "state": robot.state_to_model(state),
+        }
+        if "actions" in flat:
+            actions = self._joints(flat, "actions")
+            self._check_dim("actions", actions, robot.action_dim)
+            out["actions"] = robot.actions_to_model(actions)
+        if "prompt" in flat:
+            out["prompt"] = flat["prompt"]
+        return out
+
+    def _joints(self, flat: Data, path: str) -> Joints:
+        if path not in flat:
+            raise self._missing(flat, path)
+        joints = np.asarray(flat[path])
+        return joints if np.issubdtype(joints.dtype, np.floating) else joints.astype(np.float64)
+
+    def _check_dim(self, key: str, joints: Joints, dim: int) -> None:
+        if joints.shape[-1] != dim:
+            raise UserError(
+                f"{key} has {joints.shape[-1]} dimensions but {self.robot.name} has {dim}; "
+                f"choose the right robot (there are {', '.join(ROBOTS)}) or fix the data."
+            )
+
+    def _image(self, flat: Data, path: str | None) -> UInt8[np.ndarray, "*b h w 3"] | None:
+        if path is None:
+            return None
+        if path in flat:
+            return to_bytes(flat[path], path)
+        known = {*self.robot.cameras.values(), *self.robot.unused_cameras}
+        folder = path.rpartition("/")[0] + "/"
+        # A misspelt camera must not pass for a missing one.
+        strangers = [key for key in flat if key.startswith(folder) and key not in known]
+        if path in self.robot.optional_cameras and not strangers:
+            return None
+        raise self._missing(flat, path)
+
+    def _missing(self, flat: Data, path: str) -> UserError:
+        return UserError(
+            f"{self.robot.name} needs {path!r} and the data has {sorted(flat)}; "
+            "rename it with `repack`, or choose the robot the data is from."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RobotOutputs:
+    """Cut the padding off the model's actions and put them into the robot's units."""
+
+    robot: Robot
+
+    def __call__(self, data: Data) -> Data:
+        return {"actions": self.robot.actions_from_model(data["actions"][..., : self.robot.action_dim])}
+
+
+def to_bytes(image: Any, name: str = "image") -> UInt8[np.ndarray, "*b h w 3"]:  # noqa: ANN401  # a client's or dataset's
+    """Any picture a client or LeRobot may send (bytes or floats in [0, 1], channels first or last) as HWC bytes."""
+    image = np.asarray(image)
+    if image.ndim < 3 or 3 not in (image.shape[-1], image.shape[-3]):
+        raise UserError(f"{name} has shape {image.shape}; a picture has three colours, channels first or last.")
+    if np.issubdtype(image.dtype, np.floating):
+        low, high = image.min(), image.max()
+        if not (low > -1e-3 and high < 1 + 1e-3):
+            raise UserError(
+                f"{name} is a float picture with values from {low:g} to {high:g}; floats must lie in [0, 1]: "
+                "rescale it, or send uint8."
+            )
+        image = (255 * image).astype(np.uint8)
+    if image.dtype != np.uint8:
+        raise UserError(f"{name} is a picture of {image.dtype}; send uint8, or floats in [0, 1].")
+    return image if image.shape[-1] == 3 else np.moveaxis(image, -3, -1)
+
+
+# ALOHA. π₀ was pre-trained on an internal ALOHA whose joints 1 and 2 turn the other way and whose gripper is an angle.
+_ALOHA_SIGNS = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
+_ALOHA_GRIPPERS = [6, 13]
+_GRIPPER_METRES = (0.01844, 0.05800)
+"""Closed and open, of the follower's fingers: what ALOHA's state calls 0 and 1."""
+_GRIPPER_RADIANS = (-0.6213, 1.4910)
+"""Closed and open, of the follower's motor: what ALOHA's actions call 0 and 1."""
+_GRIPPER_MODEL_RADIANS = (0.5476, 1.6296)
+"""The encoder range the model's gripper was scaled by. Its actions are radians from the lower end."""
+_GRIPPER_ARM, _GRIPPER_HORN = 0.036, 0.022
+"""Metres, of the crank between motor and fingers (Interbotix)."""
+
+
+def _gripper_state_to_model(position: Joints) -> Joints:
+    """Finger opening 0..1 → metres → motor angle through the crank → the model's 0..1."""
+    closed, opened = _GRIPPER_METRES
+    metres = position * (opened - closed) + closed
+    sine = (_GRIPPER_HORN**2 + metres**2 - _GRIPPER_ARM**2) / (2 * _GRIPPER_HORN * metres)
+    low, high = _GRIPPER_MODEL_RADIANS
+    return (np.arcsin(np.clip(sine, -1.0, 1.0)) - low) / (high - low)
+
+
+def _gripper_action_to_model(position: Joints) -> Joints:
+    closed, opened = _GRIPPER_RADIANS
+    return position * (opened - closed) + closed - _GRIPPER_MODEL_RADIANS[0]
+
+
+def _gripper_action_from_model(radians: Joints) -> Joints:
+    closed, opened = _GRIPPER_RADIANS
+    return (radians + _GRIPPER_MODEL_RADIANS[0] - closed) / (opened - closed)
+
+
+def _adapt(joints: Joints, gripper: Callable[[Joints], Joints]) -> Joints:
+    adapted: np.ndarray = _ALOHA_SIGNS * joints
+    adapted[..., _ALOHA_GRIPPERS] = gripper(adapted[..., _ALOHA_GRIPPERS])
+    return adapted
+
+
+def aloha_state_to_model(state: Joints) -> Joints:
+    """An ALOHA's measured joints as π₀ knows them. Has no inverse here: the gripper is clipped."""
+    return _adapt(state, _gripper_state_to_model)
+
+
+def aloha_actions_to_model(actions: Joints) -> Joints:
+    """An ALOHA's commands as π₀ knows them."""
+    return _adapt(actions, _gripper_action_to_model)
+
+
+def aloha_actions_from_model(actions: Joints) -> Joints:
+    """π₀'s commands as an ALOHA takes them."""
+    return _adapt(actions, _gripper_action_from_model)
+
+
+def aloha(name: str = "aloha", *, adapt_to_pi: bool = True, delta: bool = True, cameras: Mapping[str, str]) -> Robot:
+    """An ALOHA: two arms of six joints and a gripper each, left first.
+
+    `adapt_to_pi`: the data is in ALOHA's own units, the checkpoint in π₀'s. `delta`: the checkpoint acts in joint
+    angles relative to the state, grippers excepted. `cameras`: from ALOHA's camera names to the dataset's columns.
+    """
+    adapters: dict[str, Callable[[Joints], Joints]] = {
+        "state_to_model": aloha_state_to_model,
+        "actions_to_model": aloha_actions_to_model,
+        "actions_from_model": aloha_actions_from_model,
+    }
+    return Robot(
+        name=name,
+        state_dim=14,
+        action_dim=14,
+        state_keys=("state",),
+        cameras=dict(zip(CAMERAS, ("images/cam_high", "images/cam_left_wrist", "images/cam_right_wrist"), strict=True)),
+        optional_cameras=("images/cam_left_wrist", "images/cam_right_wrist"),
+        unused_cameras=("images/cam_low",),
+        repack={"images": cameras, "state": "observation.state", "actions": "action", "prompt": "prompt"},
+        delta_mask=bool_mask(6, -1, 6, -1) if delta else None,
+        **(adapters if adapt_to_pi else {}),
+    )
+
+
+_LIBERO = Robot(
+    name="libero",
+    state_dim=8,
+    action_dim=7,
+    state_keys=("observation/state",),
+    cameras=dict(zip(CAMERAS, ("observation/image", "observation/wrist_image", None), strict=True)),
+    repack={
+        "observation/image": "image",
+        "observation/wrist_image": "wrist_image",
+        "observation/state": "state",
+        "actions": "actions",
+        "prompt": "prompt",
+    },
+)
+
+_DROID = Robot(
+    name="droid",
+    state_dim=8,
+    action_dim=8,
+    state_keys=("observation/joint_position", "observation/gripper_position"),
+    cameras=dict(
+        zip(CAMERAS, ("observation/exterior_image_1_left", "observation/wrist_image_left", None), strict=True)
+    ),
+    repack={
+        "observation/exterior_image_1_left": "exterior_image_1_left",
+        "observation/wrist_image_left": "wrist_image_left",
+        "observation/joint_position": "joint_position",
+        "observation/gripper_position": "gripper_position",
+        "actions": "actions",
+        "prompt": "prompt",
+    },
+)
+
+ROBOTS: dict[str, Robot] = {
+    robot.name: robot
+    for robot in (
+        aloha(
+            cameras={name: f"observation.images.{name}" for name in ("cam_high", "cam_left_wrist", "cam_right_wrist")}
+        ),
+        # gym-aloha: one camera, absolute joint targets.
+        aloha("aloha_sim", delta=False, cameras={"cam_high": "observation.images.top"}),
+        # LIBERO's actions are relative as recorded, which is what π₀.₅ was fine-tuned on …
+        _LIBERO,
+        # … while OpenPI's π₀ LIBERO checkpoints had the state subtracted once more.
+        dataclasses.replace(_LIBERO, name="libero_delta", delta_mask=bool_mask(6, -1)),
+        # DROID by joint velocity, and by joint position.
+        _DROID,
+        dataclasses.replace(_DROID, name="droid_position", delta_mask=bool_mask(7, -1)),
+    )
+}
+"""Robots by name. `dataclasses.replace` makes a relative of one."""
+
+
+def find_robot(name: str) -> Robot:
+    """The robot of that name, or the nearest name in the error."""
+    if name not in ROBOTS:
+        near = difflib.get_close_matches(name.lower(), ROBOTS, n=1) or list(ROBOTS)
+        raise UserError(f"There is no robot {name!r}; try {', '.join(near)}.")
+    return ROBOTS[name]
+
+
+def input_transform(
+    robot: Robot,
+    stats: Mapping[str, NormStats],
+    norm: Norm,
+    tokenizer: Tokenizer,
+    *,
+    action_dim: int,
+    image_size: int,
+    discrete_state: bool,
+    default_prompt: str | None = None,
+    repack: Mapping[str, Any] | None = None,
+) -> Transform:
+    """From data to what the model reads: repack → robot → normalise → model, in training and when acting.
+
+    `repack` is for datasets only: `robot.repack`, or one's own. A robot that acts sends its observation as it is.
+    """
+    return compose(
+        *(() if repack is None else (Repack(repack),)),
+        InjectDefaultPrompt(default_prompt),
+        *robot.inputs,
+        Normalize(stats, norm),
+        ResizeImages(image_size),
+        TokenizePrompt(tokenizer, discrete_state),
+        PadStatesAndActions(action_dim),
+    )
+
+
+def output_transform(robot: Robot, stats: Mapping[str, NormStats], norm: Norm) -> Transform:
+    """From the model's `actions`, with the `state` they were made for, both as the model has them, to the robot's."""
+    return compose(Unnormalize(stats, norm), *robot.outputs)

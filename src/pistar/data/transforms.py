@@ -1,0 +1,256 @@
+# ruff: noqa: D102  # what calling a transform does, its class says
+"""From a robot's dictionaries to the model's and back, on the host, in numpy.
+
+Each transform is a small frozen dataclass that takes a dictionary and returns a new one; none touches its input. They
+work on one frame as well as on a batch: `state [..., s]`, `actions [..., h, a]`, `image {camera: [..., h, w, 3]}`; only
+prompts are tokenised one by one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt8
+from PIL import Image
+
+from pistar.data.norm_stats import EPSILON, Norm, NormStats, check_norm_stats
+from pistar.errors import UserError
+
+Data = dict[str, Any]
+Transform = Callable[[Data], Data]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What a prompt needs to become tokens."""
+
+    def tokenize(
+        self, prompt: str, state: Float[np.ndarray, " s"] | None
+    ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
+        """Tokens and their mask, padded to the model's length; `state` is given when it is to be written as text."""
+        ...
+
+
+def compose(*transforms: Transform) -> Transform:
+    """One transform that applies all of them in order. Pickles if they do, as worker processes need."""
+    return functools.partial(_apply_all, transforms)
+
+
+def _apply_all(transforms: Sequence[Transform], data: Data) -> Data:
+    for transform in transforms:
+        data = transform(data)
+    return data
+
+
+def flatten(data: Mapping[str, Any]) -> Data:
+    """Nested dictionaries as one, keys joined by slashes; keys that hold slashes already stay as they are."""
+    flat: Data = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{inner}": leaf for inner, leaf in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class Repack:
+    """Rename a dataset's columns to the keys the robot sends when it acts."""
+
+    structure: Mapping[str, Any]
+    """The result, with the slash path of a column in the place of each value."""
+    optional: tuple[str, ...] = ("actions", "prompt")
+    """Keys left out when their column is missing: nobody knows the actions yet, or the prompt has a default."""
+
+    def __call__(self, data: Data) -> Data:
+        flat = flatten(data)
+
+        def fill(structure: Mapping[str, Any]) -> Data:
+            filled: Data = {}
+            for key, path in structure.items():
+                if isinstance(path, Mapping):
+                    filled[key] = fill(path)
+                elif path in flat:
+                    filled[key] = flat[path]
+                elif key not in self.optional:
+                    raise UserError(
+                        f"The data has no {path!r}, which becomes {key!r}; it has {sorted(flat)}: "
+                        "name the right column in `repack`, or leave the key out if the robot lacks it."
+                    )
+            return filled
+
+        return fill(self.structure)
+
+
+@dataclasses.dataclass(frozen=True)
+class InjectDefaultPrompt:
+    """Give data without a prompt this one."""
+
+    prompt: str | None
+
+    def __call__(self, data: Data) -> Data:
+        return data if self.prompt is None or "prompt" in data else {**data, "prompt": self.prompt}
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalize:
+    """Bring state and actions to the model's scale, before padding.
+
+    The statistics may be longer than the data (a base model's assets are), never shorter.
+    """
+
+    stats: Mapping[str, NormStats]
+    kind: Norm
+
+    def __post_init__(self) -> None:
+        check_norm_stats(self.stats, self.kind)
+
+    def __call__(self, data: Data) -> Data:
+        return data | {key: self._normalize(key, data[key]) for key in self.stats if key in data}
+
+    def _normalize(self, key: str, x: np.ndarray) -> np.ndarray:
+        shift, scale = _affine(self.stats[key], self.kind, x.shape[-1])
+        if len(shift) < x.shape[-1]:
+            raise UserError(
+                f"{key} has {x.shape[-1]} dimensions but its norm stats only {len(shift)}; "
+                "they were made for another robot: compute them from this dataset."
+            )
+        scaled: np.ndarray = (x - shift) / (scale + EPSILON)
+        return scaled if self.kind == "zscore" else scaled * 2.0 - 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnormalize:
+    """Undo `Normalize` on what the model puts out, padding included (which nobody reads)."""
+
+    stats: Mapping[str, NormStats]
+    kind: Norm
+
+    def __post_init__(self) -> None:
+        check_norm_stats(self.stats, self.kind)
+
+    def __call__(self, data: Data) -> Data:
+        return data | {key: self._unnormalize(key, data[key]) for key in self.stats if key in data}
+
+    def _unnormalize(self, key: str, x: np.ndarray) -> np.ndarray:
+        shift, scale = _affine(self.stats[key], self.kind, x.shape[-1])
+        known, padding = x[..., : len(shift)], x[..., len(shift) :]
+        if self.kind == "zscore":
+            # OpenPI pads the deviation with ones, and the epsilon reaches the padding too.
+            padding = padding * (1.0 + EPSILON)
+        else:
+            known = (known + 1.0) / 2.0
+        return np.concatenate([known * (scale + EPSILON) + shift, padding], axis=-1)
+
+
+def _affine(stats: NormStats, kind: Norm, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """What is subtracted and what is divided by, for the first `dims` dimensions."""
+    if kind == "zscore":
+        return stats.mean[:dims], stats.std[:dims]
+    assert stats.q01 is not None  # as checked when the transform was made
+    assert stats.q99 is not None
+    return stats.q01[:dims], (stats.q99 - stats.q01)[:dims]
+
+
+def resize_with_pad(images: UInt8[np.ndarray, "*b _ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "*b _ _ 3"]:
+    """The largest undistorted picture that fits, bilinear by Pillow, centred on black.
+
+    Pillow and not a faster library, because it is what OpenPI's policies have seen.
+    """
+    if images.shape[-3:-1] == (height, width):
+        return images
+    ratio = max(images.shape[-2] / width, images.shape[-3] / height)
+    new_height, new_width = int(images.shape[-3] / ratio), int(images.shape[-2] / ratio)
+    top, left = (height - new_height) // 2, (width - new_width) // 2
+    out = np.zeros((*images.shape[:-3], height, width, 3), np.uint8)
+    for index in np.ndindex(images.shape[:-3]):
+        resized = Image.fromarray(images[index]).resize((new_width, new_height), Image.Resampling.BILINEAR)
+        out[(*index, slice(top, top + new_height), slice(left, left + new_width))] = np.asarray(resized)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeImages:
+    """Make every camera square, of the model's size. (OpenPI's own size is fixed to 224.)"""
+
+    image_size: int
+
+    def __call__(self, data: Data) -> Data:
+        size = self.image_size
+        return data | {"image": {name: resize_with_pad(image, size, size) for name, image in data["image"].items()}}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizePrompt:
+    """Replace the prompt by its tokens."""
+
+    tokenizer: Tokenizer
+    discrete_state: bool
+    """Write the state into the prompt, as π₀.₅ does. Needs it normalised and not yet padded."""
+
+    def __call__(self, data: Data) -> Data:
+        rest = dict(data)
+        prompt = rest.pop("prompt", None)
+        if prompt is None:
+            raise UserError(
+                f"The data has no 'prompt', only {sorted(flatten(data))}; add one to the data, or set a default prompt."
+            )
+        text = str(np.asarray(prompt).item())  # datasets wrap strings in arrays
+        tokens, mask = self.tokenizer.tokenize(text, data["state"] if self.discrete_state else None)
+        return rest | {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
+
+
+@dataclasses.dataclass(frozen=True)
+class PadStatesAndActions:
+    """Fill state and actions up with zeros to the model's width, in the model's float32."""
+
+    action_dim: int
+
+    def __call__(self, data: Data) -> Data:
+        return data | {key: self._pad(key, data[key]) for key in ("state", "actions") if key in data}
+
+    def _pad(self, key: str, x: np.ndarray) -> Float[np.ndarray, "*b d"]:
+        dims = x.shape[-1]
+        if dims > self.action_dim:
+            raise UserError(
+                f"{key} has {dims} dimensions but the model takes {self.action_dim}; "
+                "use a model with a larger action_dim, or a robot with fewer."
+            )
+        padded = np.zeros((*x.shape[:-1], self.action_dim), np.float32)
+        padded[..., :dims] = x
+        return padded
+
+
+def bool_mask(*runs: int) -> tuple[bool, ...]:
+    """Runs of True (positive lengths) and False (negative): `bool_mask(2, -1)` is (True, True, False)."""
+    return tuple(run > 0 for run in runs for _ in range(abs(run)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaActions:
+    """Express the masked dimensions of a whole chunk relative to the state it starts from."""
+
+    mask: tuple[bool, ...]
+    """May be shorter than the actions; the rest stays absolute."""
+
+    def __call__(self, data: Data) -> Data:
+        return data | {"actions": _add_state(data, self.mask, -1)} if "actions" in data else data
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsoluteActions:
+    """Undo `DeltaActions`."""
+
+    mask: tuple[bool, ...]
+
+    def __call__(self, data: Data) -> Data:
+        return data | {"actions": _add_state(data, self.mask, 1)}
+
+
+def _add_state(data: Data, mask: tuple[bool, ...], sign: int) -> Float[np.ndarray, "*b h a"]:
+    actions: np.ndarray = data["actions"].copy()
+    offset = np.where(mask, data["state"][..., : len(mask)], 0)
+    actions[..., : len(mask)] += sign * offset[..., None, :]
+    return actions

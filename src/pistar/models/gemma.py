@@ -1,0 +1,255 @@
+"""Gemma with two experts that attend together: PaliGemma reads the prefix, the action expert writes the suffix.
+
+Prefix tokens never look at the suffix. So the prefix runs alone, once, and leaves its keys and values (`KVCache`); the
+suffix runs against them, any number of times and for any number of candidates per observation.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import initializers
+from jaxtyping import Array, Bool, Float, Int
+
+from pistar.config import GemmaConfig, Remat
+from pistar.models.layers import scan_layers, stack_layers
+from pistar.models.lora import Einsum, FeedForward
+from pistar.types import pytree
+
+_MASKED = -2.3819763e38  # finite, so that a row with nothing to look at averages instead of making NaN
+_ROPE_BASE = 10_000.0
+
+
+@pytree
+class KVCache:
+    """Keys and values of every layer, `[layer, batch, token, head, dim]`."""
+
+    keys: Float[Array, "l b t k h"]
+    values: Float[Array, "l b t k h"]
+
+
+class RmsNorm(nnx.Module):
+    """x / rms(x) · (1 + scale); or, adaptively, x / rms(x) · (1 + scale(cond)) + shift(cond) and a gate(cond)."""
+
+    def __init__(self, width: int, *, adaptive: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        if adaptive:
+            zeros = initializers.zeros_init()
+            self.Dense_0 = nnx.Linear(width, 3 * width, kernel_init=zeros, dtype=dtype, rngs=rngs)
+        else:
+            self.scale = nnx.Param(jnp.zeros(width))
+        self.adaptive = adaptive
+
+    def __call__(
+        self, x: Float[Array, "b n t d"], cond: Float[Array, "#b #n d"] | None
+    ) -> tuple[Float[Array, "b n t d"], Float[Array, "#b #n 1 d"] | None]:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.reciprocal(jnp.sqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6))
+        if not self.adaptive:
+            return (normed * (1 + self.scale[...])).astype(x.dtype), None
+        scale, shift, gate = jnp.split(self.Dense_0(cond)[..., None, :], 3, axis=-1)
+        return (normed * (1 + scale) + shift).astype(x.dtype), gate
+
+
+class Attention(nnx.Module):
+    """Each expert's projections in and out of the attention they share."""
+
+    def __init__(self, experts: tuple[GemmaConfig, ...], rngs: nnx.Rngs) -> None:
+        for i, c in enumerate(experts):
+            kv_shape = (2, c.num_kv_heads, c.width, c.head_dim)
+            self._set("q_einsum", i, "...d,ndh->...nh", (c.num_heads, c.width, c.head_dim), c, rngs, batch_axes=0)
+            self._set("kv_einsum", i, "...d,ckdh->c...kh", kv_shape, c, rngs, batch_axes=(0, 1))
+            out_shape = (c.num_heads, c.head_dim, c.width)
+            self._set("attn_vec_einsum", i, "...nh,nhd->...d", out_shape, c, rngs, in_axes=(-3, -2))
+
+    def _set(
+        self, name: str, i: int, equation: str, shape: tuple[int, ...], c: GemmaConfig, rngs: nnx.Rngs, **axes: Any
+    ) -> None:
+        setattr(self, expert_name(name, i), Einsum(equation, shape, lora=c.lora, rngs=rngs, **axes))
+
+
+class Block(nnx.Module):
+    """One layer of all experts. The caller does the attention between `project` and `combine`."""
+
+    def __init__(
+        self, experts: tuple[GemmaConfig, ...], adaptive: tuple[bool, ...], dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        self.attn = Attention(experts, rngs)
+        for i, c in enumerate(experts):
+            for name in ("pre_attention_norm", "pre_ffw_norm"):
+                norm = RmsNorm(c.width, adaptive=adaptive[i], dtype=dtype, rngs=rngs)
+                setattr(self, expert_name(name, i), norm)
+            setattr(self, expert_name("mlp", i), FeedForward(c.width, c.mlp_dim, lora=c.lora, rngs=rngs))
+
+    def project(
+        self,
+        expert: int,
+        x: Float[Array, "b n t d"],
+        positions: Int[Array, "b 1 t"],
+        cond: Float[Array, "#b #n d"] | None = None,
+    ) -> tuple[
+        Float[Array, "b n t q h"],
+        Float[Array, "b n t k h"],
+        Float[Array, "b n t k h"],
+        Float[Array, "#b #n 1 d"] | None,
+    ]:
+        """Queries, keys, values, and the gate of this half's residual."""
+        normed, gate = getattr(self, expert_name("pre_attention_norm", expert))(x, cond)
+        q = rope(getattr(self.attn, expert_name("q_einsum", expert))(normed), positions)
+        k, v = getattr(self.attn, expert_name("kv_einsum", expert))(normed)
+        return q * q.shape[-1] ** -0.5, rope(k, positions), v, gate
+
+    def combine(
+        self,
+        expert: int,
+        x: Float[Array, "b n t d"],
+        attended: Float[Array, "b n t q h"],
+        gate: Float[Array, "#b #n 1 d"] | None,
+        cond: Float[Array, "#b #n d"] | None = None,
+    ) -> Float[Array, "b n t d"]:
+        """The residual stream after attention and feed-forward."""
+        out = getattr(self.attn, expert_name("attn_vec_einsum", expert))(attended)
+        x = _residual(x, out, gate)
+        normed, gate = getattr(self, expert_name("pre_ffw_norm", expert))(x, cond)
+        return _residual(x, getattr(self, expert_name("mlp", expert))(normed), gate)
+
+
+class Embedder(nnx.Module):
+    """The vocabulary."""
+
+    def __init__(self, vocab_size: int, width: int, rngs: nnx.Rngs) -> None:
+        self.input_embedding = nnx.Param(initializers.normal(stddev=1.0)(rngs.params(), (vocab_size, width)))
+
+
+class Gemma(nnx.Module):
+    """A stack of `Block`s. Expert 0 is PaliGemma's; π₀ adds the action expert as number 1."""
+
+    def __init__(
+        self,
+        experts: tuple[GemmaConfig, ...],
+        *,
+        adaptive: tuple[bool, ...],
+        vocab_size: int,
+        dtype: jnp.dtype,
+        remat: Remat,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.dtype, self.remat = dtype, remat
+        self.embedder = Embedder(vocab_size, experts[0].width, rngs)
+        self.layers = stack_layers(lambda r: Block(experts, adaptive, dtype, r), experts[0].depth, rngs)
+        for i, c in enumerate(experts):
+            setattr(
+                self, expert_name("final_norm", i), RmsNorm(c.width, adaptive=adaptive[i], dtype=dtype, rngs=rngs)
+            )
+
+    def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """Token embeddings, scaled by √width."""
+        table = self.embedder.input_embedding
+        embedded = table[tokens]
+        return (embedded * jnp.sqrt(table.shape[-1]).astype(embedded.dtype)).astype(self.dtype)
+
+    def prefix(
+        self, tokens: Float[Array, "b t d"], mask: Bool[Array, "b t t"], positions: Int[Array, "b t"]
+    ) -> tuple[Float[Array, "b t d"], KVCache]:
+        """Run expert 0 over its tokens: their outputs, and the keys and values for whoever looks at them later."""
+        mask, positions = mask[:, None], positions[:, None]
+
+        def step(x: Array, block: Block, _: None) -> tuple[Array, tuple[Array, Array]]:
+            q, k, v, gate = block.project(0, x, positions)
+            attended = attend(q, (k, v, mask))
+            return block.combine(0, x, attended, gate), (k[:, 0], v[:, 0])
+
+        x = tokens.astype(self.dtype)[:, None]
+        x, (keys, values) = scan_layers(step, self.layers, x, None, remat=self.remat)
+        out, _ = self.final_norm(x, None)
+        return out[:, 0], KVCache(keys, values)
+
+    def suffix(
+        self,
+        tokens: Float[Array, "b n s d"],
+        cache: KVCache,
+        *,
+        prefix_mask: Bool[Array, "b t"],
+        suffix_mask: Bool[Array, "s s"],
+        positions: Int[Array, "b s"],
+        cond: Float[Array, "#b #n d"] | None,
+    ) -> Float[Array, "b n s d"]:
+        """Run expert 1 over n candidate suffixes per observation, all looking at the same cached prefix."""
+        positions, own_mask = positions[:, None], suffix_mask[None, None]
+        shared_mask = prefix_mask[:, None, None, :]  # every suffix token sees every real prefix token
+
+        def step(x: Array, block: Block, layer: KVCache) -> tuple[Array, None]:
+            q, k, v, gate = block.project(1, x, positions, cond)
+            attended = attend(q, (k, v, own_mask), (layer.keys, layer.values, shared_mask))
+            return block.combine(1, x, attended, gate, cond), None
+
+        x, _ = scan_layers(step, self.layers, tokens.astype(self.dtype), cache, remat=self.remat)
+        out: Array = self.final_norm_1(x, cond)[0]
+        return out
+
+
+def expert_name(name: str, expert: int) -> str:
+    """OpenPI's parameter names: expert 0 has the bare name, so that PaliGemma's own weights load."""
+    return name if expert == 0 else f"{name}_{expert}"
+
+
+Segment = tuple[Array, Array, Array]
+
+
+def attend(
+    q: Float[Array, "b n s q h"],
+    own: Segment,
+    shared: Segment | None = None,
+) -> Float[Array, "b n s q h"]:
+    """Attention over each candidate's own keys and, jointly, over keys that all n candidates share.
+
+    softmax([q·kₒ, q·kₛ])·[vₒ, vₛ], without ever laying the two side by side: the shared keys `[b, t, k, h]` are read
+    where they are, not copied n times. Masks broadcast against `[b, n, s, t]`.
+    """
+    b, n, s, heads, dim = q.shape
+    kv_heads = own[0].shape[-2]
+    q = q.reshape(b, n, s, kv_heads, heads // kv_heads, dim)
+
+    def logits(equation: str, keys: Array, mask: Array) -> Array:
+        raw = jnp.einsum(equation, q, keys, preferred_element_type=jnp.float32)
+        return jnp.where(mask[:, :, None, None], raw, _MASKED)
+
+    parts = [(logits("bnskgh,bntkh->bnkgst", own[0], own[2]), "bnkgst,bntkh->bnskgh", own[1])]
+    if shared is not None:
+        parts.append((logits("bnskgh,btkh->bnkgst", shared[0], shared[2]), "bnkgst,btkh->bnskgh", shared[1]))
+    highest = parts[0][0].max(axis=-1, keepdims=True)
+    for part, _, _ in parts[1:]:
+        highest = jnp.maximum(highest, part.max(axis=-1, keepdims=True))
+    highest = jax.lax.stop_gradient(highest)  # softmax does not depend on it
+    weights = [jnp.exp(part - highest) for part, _, _ in parts]
+    total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
+    attended = sum(
+        jnp.einsum(equation, (w / total).astype(q.dtype), values, preferred_element_type=jnp.float32)
+        for w, (_, equation, values) in zip(weights, parts, strict=True)
+    )
+    return jnp.asarray(attended).astype(q.dtype).reshape(b, n, s, heads, dim)
+
+
+def attention_mask(valid: Bool[Array, "b t"], starts_block: Bool[Array, " t"]) -> Bool[Array, "b t t"]:
+    """Who sees whom: a token sees its own block and all before it; padding neither sees nor is seen.
+
+    `starts_block[i]` is true where token i opens a block that earlier tokens may not look into.
+    """
+    block = jnp.cumsum(starts_block)
+    sees = block[None, :] <= block[:, None]
+    return sees & valid[:, None, :] & valid[:, :, None]
+
+
+def rope(x: Float[Array, "b n t k h"], positions: Int[Array, "b 1 t"]) -> Float[Array, "b n t k h"]:
+    """Rotary position embedding on the two halves of each head."""
+    dim = x.shape[-1]
+    timescale = _ROPE_BASE ** ((2.0 / dim) * jnp.arange(dim // 2, dtype=jnp.float32))
+    radians = (positions[..., None] / timescale)[..., None, :]
+    sin, cos = jnp.sin(radians), jnp.cos(radians)
+    first, second = jnp.split(x, 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _residual(x: Array, y: Array, gate: Array | None) -> Array:
+    return x + y if gate is None else x + y * gate

@@ -1,0 +1,85 @@
+"""A weight and its low-rank adapter, contracted as OpenPI contracts them."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import initializers
+from jaxtyping import Array, Float
+
+from pistar.config import LoraConfig
+
+Axes = int | tuple[int, ...]
+
+_adapter_init = initializers.normal(stddev=0.01)  # OpenPI draws both halves: its adapters do not start at zero
+
+
+class Einsum(nnx.Module):
+    """x·w, plus (α/r)·(x·a)·b with an adapter.
+
+    The adapter's two equations are the weight's own with its last two axes split by the rank axis `l`. For the attention
+    output ("...nh,nhd->...d") this sums over the heads between a and b, so the adapter is not one per head.
+    """
+
+    def __init__(
+        self,
+        equation: str,
+        shape: tuple[int, ...],
+        *,
+        lora: LoraConfig | None,
+        batch_axes: Axes = (),
+        in_axes: Axes = -2,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.equation = equation
+        init = initializers.lecun_normal(in_axis=in_axes, out_axis=-1, batch_axis=batch_axes)
+        self.w = nnx.Param(init(rngs.params(), shape))
+        self.lora_scale = None if lora is None else lora.alpha / lora.rank
+        if lora is not None:
+            self.lora_a = nnx.Param(_adapter_init(rngs.params(), (*shape[:-1], lora.rank)))
+            self.lora_b = nnx.Param(_adapter_init(rngs.params(), (*shape[:-2], lora.rank, shape[-1])))
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = jnp.einsum(self.equation, x, self.w[...].astype(x.dtype))
+        if self.lora_scale is None:
+            return y
+        down, up = _adapter_equations(self.equation)
+        low = jnp.einsum(down, x, self.lora_a[...].astype(x.dtype))
+        return y + jnp.einsum(up, low, self.lora_b[...].astype(x.dtype)) * self.lora_scale
+
+
+def _adapter_equations(equation: str) -> tuple[str, str]:
+    """("...d,ndh->...nh") gives ("...d,ndl->...nl", "...nl,nlh->...nh")."""
+    inputs, out = equation.split("->")
+    x, w = inputs.split(",")
+    low = out.replace(w[-1], "l")
+    return f"{x},{w[:-1]}l->{low}", f"{low},{w[:-2]}l{w[-1]}->{out}"
+
+
+class FeedForward(nnx.Module):
+    """Gemma's gated feed-forward: (gelu(x·g) ∘ x·u)·d."""
+
+    def __init__(self, width: int, hidden: int, *, lora: LoraConfig | None, rngs: nnx.Rngs) -> None:
+        gate_init = initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        self.gating_einsum = nnx.Param(gate_init(rngs.params(), (2, width, hidden)))
+        self.linear = nnx.Param(initializers.lecun_normal()(rngs.params(), (hidden, width)))
+        self.has_lora = lora is not None
+        if lora is not None:
+            self.gating_einsum_lora_a = nnx.Param(_adapter_init(rngs.params(), (2, width, lora.rank)))
+            self.gating_einsum_lora_b = nnx.Param(_adapter_init(rngs.params(), (2, lora.rank, hidden)))
+            self.linear_lora_a = nnx.Param(_adapter_init(rngs.params(), (hidden, lora.rank)))
+            self.linear_lora_b = nnx.Param(_adapter_init(rngs.params(), (lora.rank, width)))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        gate = self._project(x, "gating_einsum", 0)
+        up = self._project(x, "gating_einsum", 1)
+        return self._project(jax.nn.gelu(gate, approximate=True) * up, "linear")
+
+    def _project(self, x: Float[Array, "... i"], name: str, index: int | None = None) -> Float[Array, "... o"]:
+        def weight(suffix: str = "") -> Float[Array, "i o"]:
+            stored: Array = getattr(self, name + suffix)[...]
+            return (stored if index is None else stored[index]).astype(x.dtype)
+
+        y = x @ weight()
+        if self.has_lora:
+            y += x @ weight("_lora_a") @ weight("_lora_b")  # unscaled, whatever alpha says: OpenPI's checkpoints need it
+        return y

@@ -1,0 +1,246 @@
+"""π₀ and π₀.₅: a flow over action chunks, conditioned on pictures, a prompt and the robot's state.
+
+OpenPI's clock: t = 1 is noise, t = 0 is data. Q-chunking's runs the other way.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from pistar.config import Pi0Config
+from pistar.models.gemma import Gemma, KVCache, attention_mask
+from pistar.models.images import resize_with_pad, to_float
+from pistar.models.siglip import Siglip
+from pistar.types import Observation, pytree
+
+Params = dict[str, Array]
+"""A model's parameters under OpenPI's names, path joined by slashes."""
+
+
+@pytree
+class Prefix:
+    """An observation, read once. Losses, samples and critics all start from here."""
+
+    cache: KVCache
+    mask: Bool[Array, "b t"]
+    """Real tokens: absent cameras and prompt padding are False."""
+    features: Float[Array, "b t d"]
+    """PaliGemma's last hidden states, normalised. Where `mask` is False they mean nothing."""
+    state: Float[Array, "b a"]
+
+
+class PaliGemma(nnx.Module):
+    """The vision tower and the experts, under the names they have in OpenPI's checkpoints."""
+
+    def __init__(self, config: Pi0Config, rngs: nnx.Rngs) -> None:
+        dtype = jnp.dtype(config.dtype)
+        self.llm = Gemma(
+            (config.vlm, config.expert),
+            adaptive=(False, config.pi05),
+            vocab_size=config.vocab_size,
+            dtype=dtype,
+            remat=config.remat,
+            rngs=rngs,
+        )
+        self.img = Siglip(
+            config.vision,
+            image_size=config.image_size,
+            out_width=config.vlm.width,
+            dtype=dtype,
+            remat=config.remat,
+            rngs=rngs,
+        )
+
+
+class Pi0(nnx.Module):
+    """π₀, or π₀.₅ where `config.pi05`.
+
+    Everything after `encode` takes actions as `[b, h, a]`, or as `[b, n, h, a]` for n candidates per observation; time is
+    `[b]` or `[b, n]` accordingly.
+    """
+
+    def __init__(self, config: Pi0Config, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width = config.expert.width
+        self.PaliGemma = PaliGemma(config, rngs)
+        self.action_in_proj = nnx.Linear(config.action_dim, width, rngs=rngs)
+        if config.pi05:
+            self.time_mlp_in = nnx.Linear(width, width, rngs=rngs)
+            self.time_mlp_out = nnx.Linear(width, width, rngs=rngs)
+        else:
+            self.state_proj = nnx.Linear(config.action_dim, width, rngs=rngs)
+            self.action_time_mlp_in = nnx.Linear(2 * width, width, rngs=rngs)
+            self.action_time_mlp_out = nnx.Linear(width, width, rngs=rngs)
+        self.action_out_proj = nnx.Linear(width, config.action_dim, rngs=rngs)
+
+    def encode(self, observation: Observation) -> Prefix:
+        """Read pictures and prompt, once for everything that follows."""
+        tokens, mask = self.embed_prefix(observation)
+        everyone = jnp.zeros(mask.shape[-1], bool)
+        features, cache = self.PaliGemma.llm.prefix(tokens, attention_mask(mask, everyone), token_positions(mask))
+        return Prefix(cache, mask, features, jnp.asarray(observation.state))
+
+    def velocity(
+        self,
+        prefix: Prefix,
+        x_t: Float[Array, "b *n h a"],
+        time: Float[Array, "b *n"],
+        state: Float[Array, "b a"],
+    ) -> Float[Array, "b *n h a"]:
+        """The flow's direction at (x_t, t), from data to noise."""
+        candidates = x_t if x_t.ndim == 4 else x_t[:, None]
+        time = time if x_t.ndim == 4 else time[:, None]
+        tokens, cond = self.embed_suffix(state, candidates, time)
+        positions = prefix.mask.sum(axis=-1, keepdims=True) + jnp.arange(tokens.shape[2])
+        out = self.PaliGemma.llm.suffix(
+            tokens,
+            prefix.cache,
+            prefix_mask=prefix.mask,
+            suffix_mask=self.suffix_mask(),
+            positions=positions,
+            cond=cond,
+        )
+        velocity: Array = self.action_out_proj(out[:, :, -self.config.action_horizon :])
+        return velocity.reshape(x_t.shape)
+
+    def flow_loss(
+        self,
+        prefix: Prefix,
+        actions: Float[Array, "b *n h a"],
+        noise: Float[Array, "b *n h a"],
+        time: Float[Array, "b *n"],
+    ) -> Float[Array, "b *n h"]:
+        """mean_a (v(x_t, t) − (noise − actions))², x_t = t·noise + (1 − t)·actions. Padded action dims count too."""
+        t = time[..., None, None]
+        predicted = self.velocity(prefix, t * noise + (1 - t) * actions, time, prefix.state)
+        return jnp.mean(jnp.square(predicted - (noise - actions)), axis=-1)
+
+    def sample(
+        self, prefix: Prefix, noise: Float[Array, "b *n h a"], *, num_steps: int = 10
+    ) -> Float[Array, "b *n h a"]:
+        """Follow the flow from noise (t = 1) to actions (t = 0) in Euler steps."""
+        dt = -1.0 / num_steps
+        batch = noise.shape[:-2]
+
+        def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+            x_t, time = carry
+            velocity = self.velocity(prefix, x_t, jnp.broadcast_to(time, batch), prefix.state)
+            # Time is summed up, not multiplied out: its embedding magnifies the last bit, and OpenPI sums.
+            return (x_t + dt * velocity, time + dt), None
+
+        (actions, _), _ = jax.lax.scan(step, (noise, jnp.float32(1.0)), None, length=num_steps)
+        return actions
+
+    def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b t d"], Bool[Array, "b t"]]:
+        """Tokens of every camera, then of the prompt, and which of them are real."""
+        cameras, size = self.config.cameras, self.config.image_size
+        images = jnp.stack([_at_size(to_float(observation.images[name]), size) for name in cameras])
+        present = jnp.stack([jnp.asarray(observation.image_masks[name]) for name in cameras], axis=1)
+        views, batch = images.shape[:2]
+        seen = self.PaliGemma.img(images.reshape(-1, *images.shape[2:]))  # one pass for all cameras
+        seen = seen.reshape(views, batch, *seen.shape[1:]).swapaxes(0, 1).reshape(batch, -1, seen.shape[-1])
+        prompt = self.PaliGemma.llm.embed(jnp.asarray(observation.tokenized_prompt))
+        mask = jnp.repeat(present, self.config.image_tokens, axis=1)
+        prompt_mask = jnp.asarray(observation.tokenized_prompt_mask)
+        return jnp.concatenate([seen, prompt], axis=1), jnp.concatenate([mask, prompt_mask], axis=1)
+
+    def embed_suffix(
+        self, state: Float[Array, "b a"], x_t: Float[Array, "b n h a"], time: Float[Array, "b n"]
+    ) -> tuple[Float[Array, "b n s d"], Float[Array, "b n d"] | None]:
+        """Tokens of n noisy chunks per observation; π₀.₅ takes time as the norms' condition, π₀ in the tokens."""
+        actions = self.action_in_proj(x_t)
+        clock = time_embedding(time, actions.shape[-1])
+        if self.config.pi05:
+            return actions, nnx.swish(self.time_mlp_out(nnx.swish(self.time_mlp_in(clock))))
+        clock = jnp.broadcast_to(clock[:, :, None], actions.shape)
+        mixed = nnx.swish(self.action_time_mlp_in(jnp.concatenate([actions, clock], axis=-1)))
+        actions = self.action_time_mlp_out(mixed)
+        state_token = jnp.broadcast_to(self.state_proj(state)[:, None, None], (*actions.shape[:2], 1, actions.shape[-1]))
+        return jnp.concatenate([state_token, actions], axis=2), None
+
+    def suffix_mask(self) -> Bool[Array, "s s"]:
+        """π₀'s state token does not look at the actions; the actions look at everything."""
+        horizon = self.config.action_horizon
+        opens = [True] + [False] * (horizon - 1) if self.config.pi05 else [True, True] + [False] * (horizon - 1)
+        return attention_mask(jnp.ones((1, len(opens)), bool), jnp.array(opens))[0]
+
+
+def token_positions(mask: Bool[Array, "b t"]) -> Int[Array, "b t"]:
+    """Positions that padding does not consume."""
+    return jnp.cumsum(mask, axis=-1) - 1
+
+
+def time_embedding(time: Float[Array, "*b"], width: int) -> Float[Array, "*b d"]:
+    """Sines and cosines with periods from 4e-3 to 4, OpenPI's order of operations kept.
+
+    At the shortest period one bit of `time` moves the result by 1e-4: whoever compares with OpenPI compares this.
+    """
+    fraction = jnp.linspace(0.0, 1.0, width // 2)
+    period = 4e-3 * (4.0 / 4e-3) ** fraction
+    radians = jnp.einsum("...,d->...d", time, 1.0 / period * 2 * jnp.pi, precision=jax.lax.Precision.HIGHEST)
+    return jnp.concatenate([jnp.sin(radians), jnp.cos(radians)], axis=-1)
+
+
+def draw_noise_and_time(
+    key: PRNGKeyArray, shape: tuple[int, ...]
+) -> tuple[Float[Array, "*n h a"], Float[Array, "*n"]]:
+    """Noise for chunks of this shape and a time for each, distributed as in π₀'s pre-training: t ~ Beta(1.5, 1)."""
+    _, noise_key, time_key = jax.random.split(key, 3)  # OpenPI spends the first on augmentation; so may the caller
+    time = jax.random.beta(time_key, 1.5, 1.0, shape[:-2]) * 0.999 + 0.001
+    return jax.random.normal(noise_key, shape), time
+
+
+def _at_size(images: Float[Array, "b h w 3"], size: int) -> Float[Array, "b size size 3"]:
+    return images if images.shape[1:3] == (size, size) else resize_with_pad(images, size, size)
+
+
+# --- Parameters by name ------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(config: Pi0Config) -> tuple[nnx.GraphDef[Pi0], dict[str, nnx.Param[jax.ShapeDtypeStruct]]]:
+    graph, state = nnx.split(nnx.eval_shape(lambda: Pi0(config, nnx.Rngs(0))))
+    return graph, {"/".join(path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def param_shapes(config: Pi0Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every parameter's shape and dtype, nothing allocated."""
+    return {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in _abstract(config)[1].items()}
+
+
+def init_params(config: Pi0Config, key: PRNGKeyArray) -> Params:
+    """Fresh parameters, drawn as OpenPI draws them."""
+    state = nnx.state(Pi0(config, nnx.Rngs(key)))
+    return {"/".join(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+
+def bind(config: Pi0Config, params: Mapping[str, Array]) -> Pi0:
+    """The model with these parameters. Free of cost under jit, so parameters can travel as a plain dict."""
+    graph, variables = _abstract(config)
+    leaves = [(tuple(name.split("/")), leaf.replace(params[name])) for name, leaf in variables.items()]
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def cast_frozen(config: Pi0Config, params: Mapping[str, Array]) -> Params:
+    """Parameters as they are trained: those that never change in bfloat16, half the memory."""
+    return {name: p.astype(jnp.bfloat16) if is_frozen(config, name) else p for name, p in params.items()}
+
+
+def is_frozen(config: Pi0Config, name: str) -> bool:
+    """OpenPI's freeze filter: an expert with adapters keeps its own weights, and the adapters train.
+
+    With adapters on the VLM alone everything of the language model but the action expert is frozen; the vision tower
+    always trains.
+    """
+    expert_weight = re.fullmatch(r".*llm.*_1.*", name) is not None
+    frozen = re.fullmatch(r".*llm.*", name) is not None
+    if config.vlm.lora is None:
+        frozen = config.expert.lora is not None and expert_weight
+    elif config.expert.lora is None:
+        frozen = frozen and not expert_weight
+    return frozen and re.fullmatch(r".*lora.*", name) is None

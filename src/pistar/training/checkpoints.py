@@ -1,0 +1,397 @@
+"""OpenPI checkpoints: read whole or leaf by leaf, written whole or not at all, loaded without guessing.
+
+Arrays are read with tensorstore rather than Orbax: one leaf at a time, and a damaged file gives one exception instead
+of a page of tracebacks from Orbax's event loop. Orbax writes them.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from jax.typing import DTypeLike
+
+from pistar.data.norm_stats import NormStats, save_norm_stats
+from pistar.errors import UserError
+from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
+from pistar.models.pi0 import Params
+from pistar.training.contract import CONTRACT_FILE, Contract, write_contract
+from pistar.types import AnyArray
+
+Weights = Literal["serving", "raw"]
+"""What OpenPI serves (the EMA, when the run kept one), or what the optimiser last wrote."""
+
+NORM_STATS_FILE = "norm_stats.json"
+_ANOTHER_COPY = "the checkpoint is incomplete or damaged, copy or download it again."
+_DEPTH = 3  # of a step folder below what the user names: run/checkpoints/1000
+
+
+# --- Opening ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Where the parts of one checkpoint lie."""
+
+    params: Path
+    step: Path | None
+    """The folder that holds params/, assets/ and train_state/; None when there is only a lone params folder."""
+
+    @property
+    def contract(self) -> Path | None:
+        """contract.json, where there is one: OpenPI writes none."""
+        path = None if self.step is None else self.step / CONTRACT_FILE
+        return path if path is not None and path.exists() else None
+
+    @property
+    def norm_stats(self) -> dict[str, Path]:
+        """norm_stats.json by asset id. An asset id may have slashes."""
+        if self.step is None:
+            return {}
+        assets = self.step / "assets"
+        return {path.parent.relative_to(assets).as_posix(): path for path in sorted(assets.rglob(NORM_STATS_FILE))}
+
+    @property
+    def train_state(self) -> Path | None:
+        """What a run needs to resume, where it was kept."""
+        path = None if self.step is None else self.step / "train_state"
+        return path if path is not None and path.is_dir() else None
+
+    @property
+    def raw_params(self) -> Path:
+        """Where the optimiser's weights are: OpenPI's train_state has them only if params/ holds their average."""
+        if self.train_state is None:
+            raise UserError(
+                f"{self.params} has no train_state beside it, which alone tells whether these weights are an average; "
+                "bring train_state along, or load the serving weights."
+            )
+        return self.train_state if _leaf_paths(_tree_metadata(self.train_state)) else self.params
+
+    def leaves(self, weights: Weights = "serving") -> "list[Leaf]":
+        """Every parameter, opened and not read."""
+        return _open_leaves(self.params if weights == "serving" else self.raw_params)
+
+
+@contextlib.contextmanager
+def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
+    """A step folder, its params folder, a folder with one step below it, or a tar archive of any of these."""
+    path = Path(path)
+    if not path.exists():
+        if re.match(r"\w+:/", str(path)):
+            raise UserError(f"{path} is a remote address; download it first, for example with `gsutil -m cp -r`.")
+        raise UserError(f"{path} does not exist; name a checkpoint folder (with params/ in it) or its .tar.gz.")
+    if path.is_dir():
+        yield _find(path.absolute(), str(path))
+        return
+    with tempfile.TemporaryDirectory(prefix="pistar-") as folder:
+        _unpack(path, Path(folder))
+        try:
+            yield _find(Path(folder), str(path))
+        except UserError as error:  # the user knows the archive, not where we unpacked it
+            raise UserError(str(error).replace(folder, str(path))) from error
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")  # refuses members that would land elsewhere
+            assert tar.fileobj is not None
+            tar.fileobj.seek(tar.offset)
+            if not tar.fileobj.read(1):  # tarfile takes an end between two members for the end of the archive
+                raise EOFError("its end mark is missing")
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{archive} cannot be unpacked ({reason}); it is truncated, damaged or no .tar of a checkpoint, "
+            "copy or download it again."
+        ) from error
+
+
+def _find(folder: Path, name: str) -> Checkpoint:
+    if (folder / "params").is_dir():
+        return Checkpoint(params=folder / "params", step=folder)
+    if folder.name == "params" or (folder / "_METADATA").exists() or (folder / "manifest.ocdbt").exists():
+        return Checkpoint(params=folder, step=folder.parent if folder.name == "params" else None)
+    if (folder / "model.safetensors").exists():
+        raise UserError(
+            f"{name} is a PyTorch checkpoint (model.safetensors); pistar reads OpenPI's JAX ones, use params/."
+        )
+    steps = _steps_below(folder, _DEPTH)
+    if not steps:
+        raise UserError(f"{name} holds no params folder; name a step folder of an OpenPI or pistar run.")
+    if len(steps) > 1:
+        found = ", ".join(step.relative_to(folder).as_posix() for step in steps)
+        raise UserError(f"{name} holds {len(steps)} checkpoints ({found}); name the one you mean.")
+    return Checkpoint(params=steps[0] / "params", step=steps[0])
+
+
+def _steps_below(folder: Path, depth: int) -> list[Path]:
+    children = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    # Step 200 comes before step 1000.
+    children.sort(key=lambda path: (int(path.name) if path.name.isdigit() else -1, path.name))
+    found = []
+    for child in children:
+        if (child / "params").is_dir():
+            found.append(child)
+        elif depth > 1:
+            found += _steps_below(child, depth - 1)
+    return found
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter on disk."""
+
+    name: str
+    store: ts.TensorStore
+    folder: Path
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        return jax.ShapeDtypeStruct(self.store.shape, self.store.dtype.numpy_dtype)  # type: ignore[no-untyped-call]
+
+    def read(self, dtype: DTypeLike | None = None) -> np.ndarray:
+        """Into memory."""
+        try:
+            array = np.asarray(self.store.read().result())
+        except ValueError as error:
+            raise _unreadable(self.folder, self.name, error) from error
+        return array if dtype is None else array.astype(dtype)
+
+
+def read_params(
+    path: str | Path, weights: Weights = "serving", dtype: DTypeLike | None = None
+) -> dict[str, np.ndarray]:
+    """All parameters under OpenPI's names, joined by slashes. OpenPI serves them in bfloat16: give that as dtype."""
+    return dict(iter_params(path, weights, dtype))
+
+
+def iter_params(
+    path: str | Path, weights: Weights = "serving", dtype: DTypeLike | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The same, one by one: only one parameter is in memory."""
+    with open_checkpoint(path) as checkpoint:
+        for leaf in checkpoint.leaves(weights):
+            yield leaf.name, leaf.read(dtype)
+
+
+def param_metadata(path: str | Path, weights: Weights = "serving") -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter, no weight read."""
+    with open_checkpoint(path) as checkpoint:
+        return {leaf.name: leaf.struct for leaf in checkpoint.leaves(weights)}
+
+
+def _open_leaves(folder: Path) -> list[Leaf]:
+    metadata = _tree_metadata(folder)
+    is_ocdbt = (folder / "manifest.ocdbt").exists()
+    if not is_ocdbt and next(folder.glob("ocdbt.process_*"), None):
+        raise UserError(f"{folder / 'manifest.ocdbt'} is missing, and it is the index of all weights; {_ANOTHER_COPY}")
+    spec = {
+        "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
+        # Old writers left out chunks of zeros; since they stopped, an absent chunk is a lost one.
+        "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value", False),
+    }
+    context = ts.Context()
+    leaves = []
+    for name, path in _leaf_paths(metadata).items():
+        key = ".".join(path)
+        base = {"driver": "file", "path": f"{folder}/"}
+        kvstore = (
+            {"driver": "ocdbt", "base": base, "path": f"{key}/"} if is_ocdbt else base | {"path": f"{folder / key}/"}
+        )
+        try:
+            store = ts.open(spec | {"kvstore": kvstore}, open=True, read=True, context=context).result()
+        except ValueError as error:
+            raise _unreadable(folder, name, error) from error
+        leaves.append(Leaf(name, store, folder))
+    return leaves
+
+
+def _tree_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / "_METADATA"
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+        metadata["tree_metadata"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = "is missing" if not path.exists() else f"cannot be read ({error})"
+        raise UserError(f"{path} {reason}, and it lists the parameters; {_ANOTHER_COPY}") from error
+    return dict(metadata)
+
+
+def _leaf_paths(metadata: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Path on disk by name, of what lies under `params`. Empty nodes (no EMA, no model_def) are no leaves."""
+    paths = [
+        tuple(str(key["key"]) for key in entry["key_metadata"])
+        for entry in metadata["tree_metadata"].values()
+        if not entry["value_metadata"]["skip_deserialize"]
+    ]
+    paths = [path for path in paths if path[0] == "params"]
+    # NNX appends "value" to every path. A layer may be called "value" too, so all or none.
+    end = -1 if all(path[-1] == "value" for path in paths) else None
+    return {"/".join(path[1:end]): path for path in paths}
+
+
+def _unreadable(folder: Path, name: str, error: ValueError) -> UserError:
+    # Tensorstore begins with the array, which we name ourselves, and ends with its spec, a screen of JSON.
+    reason = re.sub(r'^.* in OCDBT database at local file "[^"]*": ', "", re.split(r" \[\w+=", str(error))[0])
+    return UserError(f"{folder}: parameter {name} cannot be read ({reason}); {_ANOTHER_COPY}")
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    params: Mapping[str, AnyArray],
+    norm_stats: Mapping[str, Mapping[str, NormStats]],
+    contract: Contract,
+    *,
+    train_state: object = None,
+    overwrite: bool = False,
+) -> Path:
+    """folder/<step> in OpenPI's layout plus contract.json, norm stats by asset id. It appears by one rename, whole."""
+    final = folder.absolute() / str(step)
+    if final.exists() and not overwrite:
+        raise UserError(f"{final} exists already; choose another folder, resume the run, or overwrite.")
+    weights = infer_config({name: param.shape for name, param in params.items()})
+    problems = contract.problems(weights, norm_stats.get(contract.asset_id))
+    if problems:
+        raise UserError(f"{final} is not written: {'; '.join(problems)}.")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = f".{step}.unfinished-"  # hidden: neither OpenPI nor we take it for a step
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=final.parent) as work:
+        whole = Path(work, "checkpoint")
+        _save_arrays(whole, params, train_state)
+        for asset_id, asset in norm_stats.items():
+            save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
+        write_contract(whole / CONTRACT_FILE, contract)
+        if final.exists():
+            final.rename(Path(work, "replaced"))
+        whole.rename(final)
+    # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
+    for leftover in final.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)
+    return final
+
+
+def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: object) -> None:
+    import orbax.checkpoint as ocp  # a second to import, and reading does without
+
+    host = jax.local_devices(backend="cpu")[0]
+    tree: dict[str, Any] = {}
+    for name, param in params.items():
+        node = tree
+        for part in ("params", *name.split("/")):
+            node = node.setdefault(part, {})
+        # NNX's "value", as OpenPI has it. Only for jax arrays does Orbax write all the files that OpenPI's has.
+        node["value"] = param if isinstance(param, jax.Array) else jax.device_put(param, host)
+    items = {"params": ocp.args.PyTreeSave(tree)}
+    if train_state is not None:
+        items["train_state"] = ocp.args.PyTreeSave(train_state)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.Composite(**items))
+    for marker in folder.rglob("commit_success.txt"):
+        marker.unlink()  # newer than OpenPI's Orbax, and it names the folder we are about to rename
+
+
+# --- Loading into a model ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What became of every parameter, by name."""
+
+    taken: tuple[str, ...]
+    """From the checkpoint."""
+    filled: tuple[str, ...]
+    """Adapters the checkpoint has not: drawn afresh."""
+    left_out: tuple[str, ...]
+    """In the checkpoint, and dropped because the caller said so."""
+
+    def __str__(self) -> str:
+        return f"{len(self.taken)} parameters taken, {len(self.filled)} filled, {len(self.left_out)} left out"
+
+
+def load_into(
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    params: Mapping[str, AnyArray],
+    *,
+    fill: Callable[[tuple[str, ...]], Mapping[str, AnyArray]] | None = None,
+    drop: str | None = None,
+) -> tuple[Params, LoadReport]:
+    """A checkpoint's parameters for a model of these shapes, in the model's dtypes. All fits, or nothing is loaded.
+
+    `fill` draws the named adapters from the model's own initialisation; `drop` is a regular expression that a whole
+    name must match for the parameter to be left behind.
+    """
+    left_out = tuple(name for name in params if drop is not None and re.fullmatch(drop, name))
+    given = {name: param for name, param in params.items() if name not in left_out}
+    missing = [name for name in shapes if name not in given]
+    _refuse_another_model(shapes, given)
+    _refuse(
+        [name for name in missing if fill is None or not is_lora(name)],
+        "the model's parameters {} are not in the checkpoint",
+        "use the config it was trained with" + ("" if fill else " (only adapters can be filled, if you give `fill`)"),
+    )
+    _refuse(
+        [name for name in given if name not in shapes and is_lora(name)],
+        "the adapters {} in the checkpoint have no place in a model without LoRA",
+        "dropping them would lose what they learned: merge them first, or use a LoRA config",
+    )
+    _refuse(
+        [name for name in given if name not in shapes],
+        "the checkpoint's parameters {} have no place in the model",
+        "use the config it was trained with, or name them in `drop`",
+    )
+    filled = tuple(missing)
+    source = given if fill is None or not filled else given | dict(fill(filled))
+    # Cast where the array is, before it travels to the device.
+    loaded = {name: jnp.asarray(source[name].astype(struct.dtype)) for name, struct in shapes.items()}
+    return loaded, LoadReport(taken=tuple(name for name in shapes if name in given), filled=filled, left_out=left_out)
+
+
+def _refuse_another_model(shapes: Mapping[str, jax.ShapeDtypeStruct], given: Mapping[str, AnyArray]) -> None:
+    ours, theirs = model_type(shapes), model_type(given)
+    if ours and theirs and ours != theirs:
+        raise UserError(
+            f"the checkpoint is a {MODEL_NAMES[theirs]} but the model is a {MODEL_NAMES[ours]}; "
+            f"set the config's pi05 to {theirs == 'pi05'}, or bring a {MODEL_NAMES[ours]} checkpoint."
+        )
+    unlike = [name for name, struct in shapes.items() if name in given and given[name].shape != struct.shape]
+    if not unlike:
+        return
+    try:
+        ours_config = infer_config({name: struct.shape for name, struct in shapes.items()})
+        theirs_config = infer_config({name: param.shape for name, param in given.items()})
+        differences = config_differences(ours_config, theirs_config)
+    except UserError:  # too little there to tell the sizes: then the shapes must do
+        differences = []
+    sizes = "; ".join(
+        f"{field} is {theirs} in the checkpoint and {ours} in the model" for field, ours, theirs in differences
+    )
+    first = unlike[0]
+    shape = f"{first} has shape {given[first].shape} in the checkpoint and {shapes[first].shape} in the model"
+    raise UserError(f"{sizes or shape}; {len(unlike)} parameters do not fit, use the config it was trained with.")
+
+
+def _refuse(names: Sequence[str], reason: str, remedy: str) -> None:
+    if names:
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise UserError(f"{reason.format(some)}; {remedy}.")

@@ -1,0 +1,120 @@
+"""Learning-rate schedules, AdamW and the exponential moving average, as OpenPI trains π₀."""
+
+import dataclasses
+import math
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pistar.errors import UserError
+
+T = TypeVar("T")
+
+
+def _check_warmup(warmup_steps: int, peak_lr: float) -> None:
+    if warmup_steps < 0:
+        raise UserError(f"warmup_steps is {warmup_steps}; a warm-up cannot be negative, use 0 for none.")
+    if not 0 < peak_lr < math.inf:
+        raise UserError(f"peak_lr is {peak_lr}; a learning rate is a positive number (OpenPI uses 2.5e-5).")
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineSchedule:
+    """Linear warm-up to the peak, half a cosine down, constant from there on."""
+
+    warmup_steps: int = 1_000
+    peak_lr: float = 2.5e-5
+    decay_steps: int = 30_000
+    """The step at which the rate has come down, warm-up included."""
+    decay_lr: float = 2.5e-6
+    """The rate from there on; equal to peak_lr for a constant rate."""
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_steps, self.peak_lr)
+        if self.decay_steps <= self.warmup_steps:
+            raise UserError(
+                f"decay_steps is {self.decay_steps} but warmup_steps is {self.warmup_steps}; "
+                "decay_steps counts the warm-up too, make it larger."
+            )
+        if not 0 <= self.decay_lr <= self.peak_lr:
+            raise UserError(
+                f"decay_lr is {self.decay_lr}; the rate falls to it from peak_lr {self.peak_lr}, "
+                f"use 0 to {self.peak_lr}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RsqrtSchedule:
+    """Linear warm-up to the peak, then down with the inverse square root of the steps: no end to plan for."""
+
+    warmup_steps: int = 1_000
+    peak_lr: float = 5e-5
+    timescale: float = 10_000.0
+    """After three times this many steps the rate is half the peak."""
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_steps, self.peak_lr)
+        if not 0 < self.timescale < math.inf:
+            raise UserError(f"timescale is {self.timescale}; it is a number of steps, use a positive one (10000).")
+
+
+Schedule = CosineSchedule | RsqrtSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWConfig:
+    """AdamW behind a clip on the gradient's global norm."""
+
+    schedule: Schedule = dataclasses.field(default_factory=CosineSchedule)
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 1e-10
+    clip_norm: float = 1.0
+    """Gradients longer than this are scaled down to it; .inf never clips."""
+
+    def __post_init__(self) -> None:
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; a moving average needs 0 ≤ {name} < 1 (try 0.9).")
+        if not 0 < self.eps < math.inf:
+            raise UserError(f"eps is {self.eps}; it keeps a division finite and must be positive (try 1e-8).")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"weight_decay is {self.weight_decay}; weights would grow, use 0 or more.")
+        if not self.clip_norm > 0:
+            raise UserError(f"clip_norm is {self.clip_norm}; no gradient would be left, use 1.0, or .inf for no clip.")
+
+
+def make_schedule(config: Schedule) -> optax.Schedule:
+    """lr(k) = peak·(1/(w+1) + (1 − 1/(w+1))·k/w) for k < w = warmup_steps, then with j = k − w:
+
+    cosine  end + (peak − end)·(1 + cos(π·min(1, j/(decay_steps − w))))/2
+    rsqrt   peak / √(1 + j/timescale)
+    """
+    first = config.peak_lr / (config.warmup_steps + 1)
+    if isinstance(config, CosineSchedule):
+        return optax.warmup_cosine_decay_schedule(
+            first, config.peak_lr, config.warmup_steps, config.decay_steps, config.decay_lr
+        )
+    warmup = optax.linear_schedule(first, config.peak_lr, config.warmup_steps)
+
+    def rsqrt(step: jax.typing.ArrayLike) -> jax.Array:
+        return config.peak_lr / jnp.sqrt(1 + jnp.asarray(step) / config.timescale)
+
+    return optax.join_schedules([warmup, rsqrt], [config.warmup_steps])
+
+
+def make_optimizer(config: AdamWConfig) -> optax.GradientTransformation:
+    """Clip, then AdamW. The state has the structure of OpenPI's (its train_state/ on disk)."""
+    adamw = optax.adamw(
+        make_schedule(config.schedule), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def ema(old: T, new: T, decay: float) -> T:
+    """decay·old + (1 − decay)·new, leaf by leaf."""
+    averaged: T = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n, old, new)
+    return averaged

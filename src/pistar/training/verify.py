@@ -1,0 +1,284 @@
+"""`pistar verify`: what a checkpoint is, told from the weights themselves, and whether all of it is sound."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pistar.config import GemmaConfig, Pi0Config
+from pistar.data.norm_stats import Norm, NormStats, check_norm_stats, load_norm_stats
+from pistar.errors import UserError
+from pistar.models.inspect import MODEL_NAMES, ModelType, infer_config
+from pistar.models.pi0 import param_shapes
+from pistar.models.tokenizer import PALIGEMMA_VOCAB, check_same_tokenizer, check_vocab, load_tokenizer
+from pistar.training.checkpoints import Checkpoint, Leaf, open_checkpoint
+from pistar.training.contract import Contract, read_contract
+
+Progress = Callable[[int, int], None]
+"""Told the parameters read so far, and all there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    detail: str
+    """What was found, when it is sound."""
+    problems: tuple[str, ...] = ()
+    """One line each: the value, the reason, the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What the checkpoint is, and what was checked."""
+
+    facts: dict[str, str]
+    checks: tuple[Check, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """All there are, in the order of the checks."""
+        return [problem for check in self.checks for problem in check.problems]
+
+
+def verify(
+    path: str | Path,
+    *,
+    model_type: ModelType | None = None,
+    action_dim: int | None = None,
+    tokenizer: str | Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> VerifyReport:
+    """Look at everything, one parameter in memory at a time. Raises only if too little is there to tell what it is."""
+    with open_checkpoint(path) as checkpoint:
+        leaves = checkpoint.leaves()
+        structs = {leaf.name: leaf.struct for leaf in leaves}
+        try:
+            config = infer_config({name: struct.shape for name, struct in structs.items()})
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        contract, contract_check = _check_contract_file(checkpoint)
+        norm_kind: Norm = contract.norm_kind if contract else "quantile" if config.pi05 else "zscore"
+        stats, norm_check = _check_norm_stats(checkpoint, norm_kind, config.action_dim)
+        if contract:
+            problems = contract.problems(config, stats.get(contract.asset_id))
+            contract_check = dataclasses.replace(contract_check, problems=tuple(problems))
+        checks = [
+            _check_parameters(structs, config),
+            _check_values(leaves, progress),
+            _check_train_state(checkpoint),
+            norm_check,
+            contract_check,
+            _check_expected("model type", config.model_type, model_type),
+            _check_expected("action dim", config.action_dim, action_dim),
+            _check_tokenizer(tokenizer, config, contract),
+        ]
+        facts = _describe(checkpoint, structs, config, contract) | _describe_robots(stats, norm_kind, contract)
+    return VerifyReport(facts, tuple(check for check in checks if check is not None))
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_parameters(structs: Mapping[str, jax.ShapeDtypeStruct], config: Pi0Config) -> Check:
+    expected = param_shapes(config)
+    problems = [
+        *_name_some(
+            [name for name in expected if name not in structs], "missing; the checkpoint is incomplete, copy it again"
+        ),
+        *_name_some(
+            [name for name in structs if name not in expected], "not part of this model; another writer added them"
+        ),
+        *_name_some(
+            [name for name, struct in structs.items() if name in expected and struct.shape != expected[name].shape],
+            "of another size than the rest of the model; the checkpoint is a mixture, copy it again",
+        ),
+        *_name_some(
+            [name for name, struct in structs.items() if struct.dtype.name not in ("float32", "bfloat16")],
+            "neither float32 nor bfloat16, which is all that OpenPI stores; write the checkpoint again",
+        ),
+    ]
+    return Check(
+        "parameters", f"all {len(expected)} names and shapes are a {MODEL_NAMES[config.model_type]}'s", tuple(problems)
+    )
+
+
+def _check_values(leaves: Sequence[Leaf], progress: Progress) -> Check:
+    unreadable, unsound = [], []
+    for done, leaf in enumerate(leaves):
+        progress(done, len(leaves))
+        try:
+            if not _is_finite(leaf.read()):
+                unsound.append(leaf.name)
+        except UserError as error:
+            unreadable.append(str(error))
+    progress(len(leaves), len(leaves))
+    rest = f" ({len(unreadable) - 1} more are like it.)" if len(unreadable) > 1 else ""
+    problems = [problem + rest for problem in unreadable[:1]]
+    sharding = leaves[0].folder / "_sharding"
+    try:
+        json.loads(sharding.read_text(encoding="utf-8")) if sharding.exists() else None
+    except ValueError as error:
+        problems.append(f"{sharding} is damaged ({error}), so OpenPI cannot load it; copy or delete that file.")
+    problems += _name_some(
+        unsound,
+        "NaN or Inf in places; the training diverged or the file is damaged, copy it again or take an earlier one",
+    )
+    return Check("values", "every number is there and finite", tuple(problems))
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    # Layer by layer, for the mask of a whole leaf takes a gigabyte.
+    return all(bool(np.isfinite(part).all()) for part in (array if array.ndim > 1 else [array]))
+
+
+def _check_norm_stats(
+    checkpoint: Checkpoint, kind: Norm, action_dim: int
+) -> tuple[dict[str, dict[str, NormStats]], Check]:
+    stats: dict[str, dict[str, NormStats]] = {}
+    problems, notes = [], []
+    if not checkpoint.norm_stats:
+        problems.append(
+            f"{checkpoint.step or checkpoint.params} has no assets/<asset_id>/norm_stats.json; without them the robot "
+            "gets actions in the wrong units, so copy the training run's assets folder beside params."
+        )
+    for asset_id, path in checkpoint.norm_stats.items():
+        try:
+            found = load_norm_stats(path)
+            stats[asset_id] = found
+            notes += [f"{asset_id} {note}" for note in check_norm_stats(found, kind)]
+            problems += [
+                f"{asset_id} norm stats have {len(entry.mean)} {key} dimensions but the model takes {action_dim}; "
+                "they belong to another model, bring the right ones."
+                for key, entry in found.items()
+                if len(entry.mean) > action_dim
+            ]
+        except UserError as error:
+            problems.append(f"{asset_id}: {error}")
+    return stats, Check("norm stats", " ".join([f"sound for {kind} normalisation.", *notes]), tuple(problems))
+
+
+def _check_contract_file(checkpoint: Checkpoint) -> tuple[Contract | None, Check]:
+    if checkpoint.contract is None:
+        return None, Check("contract", "none, as OpenPI writes none")
+    try:
+        return read_contract(checkpoint.contract), Check("contract", "agrees with weights and norm stats")
+    except UserError as error:
+        return None, Check("contract", "", (str(error),))
+
+
+def _check_train_state(checkpoint: Checkpoint) -> Check:
+    if checkpoint.train_state is None:
+        return Check("train state", "none, so nobody can tell whether params holds an average (EMA)")
+    try:
+        averaged = checkpoint.raw_params != checkpoint.params
+        checkpoint.leaves("raw")
+    except UserError as error:
+        return Check("train state", "", (str(error),))
+    return Check(
+        "train state",
+        "holds the raw weights, params their average (EMA)" if averaged else "keeps no average (EMA): params is raw",
+    )
+
+
+def _check_expected(name: str, found: object, expected: object) -> Check | None:
+    if expected is None:
+        return None
+    problem = (
+        f"the {name} is {found}, not the {expected} that was asked for; bring another checkpoint or ask for {found}."
+    )
+    return Check(name, f"{found}, as asked for", () if found == expected else (problem,))
+
+
+def _check_tokenizer(path: str | Path | None, config: Pi0Config, contract: Contract | None) -> Check | None:
+    if path is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(path, config.max_token_len)
+        check_vocab(tokenizer, config.vocab_size)
+        if contract:
+            check_same_tokenizer(tokenizer, contract.tokenizer_sha256)
+    except UserError as error:
+        return Check("tokenizer", "", (str(error),))
+    return Check("tokenizer", f"{path} {'is the one it was trained with' if contract else 'fits the vocabulary'}")
+
+
+def _name_some(names: Sequence[str], what: str) -> list[str]:
+    if not names:
+        return []
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"{', '.join(names[:3])}{rest}: {what}."]
+
+
+# --- Facts ------------------------------------------------------------------------------------------------------------
+
+
+def _describe(
+    checkpoint: Checkpoint,
+    structs: Mapping[str, jax.ShapeDtypeStruct],
+    config: Pi0Config,
+    contract: Contract | None,
+) -> dict[str, str]:
+    count = sum(math.prod(struct.shape) for struct in structs.values())
+    dtypes = sorted({struct.dtype.name for struct in structs.values()})
+    vision = config.vision
+    known = contract.model if contract else None
+    return {
+        "model": f"{MODEL_NAMES[config.model_type]} ({config.model_type})",
+        "parameters": f"{count:,} in {len(structs)} arrays, {' and '.join(dtypes)}",
+        "vlm": _describe_expert(config.vlm, known.vlm if known else None),
+        "action expert": _describe_expert(config.expert, known.expert if known else None),
+        "vision": f"width {vision.width}, depth {vision.depth}, mlp {vision.mlp_dim}, {vision.num_heads} heads, "
+        f"{config.image_size}×{config.image_size} pixels in patches of {vision.patch_size}",
+        "action dim": str(config.action_dim),
+        "action horizon": str(known.action_horizon)
+        if known
+        else f"not in the weights; OpenPI's default is {config.action_horizon}",
+        "cameras": ", ".join(known.cameras)
+        if known
+        else f"not in the weights; OpenPI's are {', '.join(config.cameras)}",
+        "tokenizer": _describe_tokenizer(config, contract),
+    }
+
+
+def _describe_expert(gemma: GemmaConfig, known: GemmaConfig | None) -> str:
+    size = (
+        f"width {gemma.width}, depth {gemma.depth}, mlp {gemma.mlp_dim}, "
+        f"{gemma.num_heads} heads of {gemma.head_dim} ({gemma.num_kv_heads} key/value)"
+    )
+    if gemma.lora is None:
+        return size
+    alpha = (
+        f"alpha {known.lora.alpha:g}" if known and known.lora else f"alpha {gemma.lora.alpha:g} assumed, as OpenPI's"
+    )
+    return f"{size}; LoRA of rank {gemma.lora.rank}, {alpha}"
+
+
+def _describe_tokenizer(config: Pi0Config, contract: Contract | None) -> str:
+    size = f"vocabulary of {config.vocab_size:,}"
+    if contract:
+        return f"sha256 {contract.tokenizer_sha256[:12]}…, {size}"
+    return f"PaliGemma's, by its {size}" if config.vocab_size == PALIGEMMA_VOCAB else f"unknown, {size}"
+
+
+def _describe_robots(
+    stats: Mapping[str, Mapping[str, NormStats]], kind: Norm, contract: Contract | None
+) -> dict[str, str]:
+    robots = "; ".join(
+        " ".join([f"{asset_id}:", *(f"{key} {len(entry.mean)}" for key, entry in found.items())])
+        for asset_id, found in stats.items()
+    )
+    facts = {
+        "robots": robots or "unknown, no norm stats",
+        "normalisation": kind if contract else f"{kind}, by OpenPI's rule for this model",
+    }
+    if contract:
+        relative = [str(i) for i, delta in enumerate(contract.delta_mask or ()) if delta]
+        facts["trained for"] = f"{contract.robot} ({contract.asset_id}), prompt format {contract.prompt_format}"
+        facts["action space"] = f"relative to the state in {', '.join(relative)}" if relative else "absolute"
+    return facts
