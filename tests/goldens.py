@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+
 from pistar.config import CAMERAS, LoraConfig, Pi0Config
 from pistar.presets import MODELS
 from pistar.types import Observation

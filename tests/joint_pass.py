@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
+
 from pistar.models.gemma import Block, attention_mask
 from pistar.models.pi0 import Pi0, token_positions
 from pistar.types import Observation
@@ -31,7 +32,8 @@ def joint_pass(model: Pi0, observation: Observation, x_t: Array, time: Array) ->
     for layer in range(config.vlm.depth):
         block: Block = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked))
         projected = [block.project(i, streams[i], where[i], conds[i]) for i in range(2)]
-        q, k, v = (jnp.concatenate([p[part][:, 0] for p in projected], axis=1) for part in range(3))
+        qkv = zip(*(p[:3] for p in projected), strict=True)
+        q, k, v = (jnp.concatenate([prefix[:, 0], suffix[:, 0]], axis=1) for prefix, suffix in qkv)
         attended = _attend(q, k, v, attn_mask)[:, None]
         parts = [attended[:, :, :split], attended[:, :, split:]]
         streams = [block.combine(i, streams[i], parts[i], projected[i][3], conds[i]) for i in range(2)]
@@ -50,12 +52,6 @@ def joint_pass(model: Pi0, observation: Observation, x_t: Array, time: Array) ->
         "v_t": model.action_out_proj(suffix_out[:, -config.action_horizon :]),
     }
     return result if cond is None else result | {"adarms_cond": cond[:, 0]}
-
-
-def joint_loss(model: Pi0, observation: Observation, actions: Array, noise: Array, time: Array) -> Array:
-    t = time[:, None, None]
-    v_t = joint_pass(model, observation, t * noise + (1 - t) * actions, time)["v_t"]
-    return jnp.mean(jnp.square(v_t - (noise - actions)), axis=-1)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:

@@ -1,7 +1,7 @@
 """The only shapes that cross a door between rooms."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -44,11 +44,23 @@ def pytree(cls: type[T]) -> type[T]:
 class Observation:
     """What the policy sees, under OpenPI's field names, with the model's dimensions (padded, tokenised)."""
 
-    images: dict[str, UInt8[AnyArray, "*b h w 3"] | Float[AnyArray, "*b h w 3"]]
+    images: Mapping[str, UInt8[AnyArray, "*b h w 3"] | Float[AnyArray, "*b h w 3"]]
     """By camera. uint8 in 0..255 on the road; the model makes floats in [-1, 1] of them on the device."""
-    image_masks: dict[str, Bool[AnyArray, "*b"]]
+    image_masks: Mapping[str, Bool[AnyArray, "*b"]]
     """False where the robot has no such camera: the model then ignores the picture."""
     state: Float[AnyArray, "*b s"]
     """Normalised joint state, padded to the model's action dimension."""
     tokenized_prompt: Int[AnyArray, "*b l"]
     tokenized_prompt_mask: Bool[AnyArray, "*b l"]
+
+
+@pytree
+class PolicyBatch:
+    """Action chunks to imitate, each as much as its weight says."""
+
+    observations: Observation
+    actions: Float[AnyArray, "b h a"]
+    """Normalised and padded, as the model puts them out."""
+    valid: Bool[AnyArray, "b h"]
+    """False where the chunk reaches past the episode's end: never imitated."""
+    weight: Float[AnyArray, " b"]

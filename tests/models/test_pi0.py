@@ -1,11 +1,11 @@
 """Our π₀ and π₀.₅ against OpenPI's own numbers, and against the slow twin in joint_pass.py."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
-import goldens
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jaxtyping import Array
-from joint_pass import joint_loss, joint_pass
+
 from pistar.config import GemmaConfig, Pi0Config
 from pistar.models.gemma import Gemma
 from pistar.models.pi0 import (
@@ -28,6 +28,9 @@ from pistar.models.pi0 import (
 )
 from pistar.models.siglip import Siglip
 from pistar.presets import MODELS
+
+import goldens
+from joint_pass import joint_pass
 
 TREES = json.loads((goldens.OPENPI / "param_trees.json").read_text())
 META = json.loads((goldens.OPENPI / "model_meta.json").read_text())
@@ -48,17 +51,29 @@ def max_difference(ours: Any, theirs: np.ndarray) -> float:
     return float(np.abs(np.asarray(ours, np.float64) - theirs.astype(np.float64)).max())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Case:
     """One golden case and what our model makes of the same inputs, compiled once for all tests."""
 
     name: str
     config: Pi0Config
+    params: dict[str, Array]
     ours: dict[str, Any]
     theirs: dict[str, np.ndarray]
 
+    @functools.cached_property
+    def loss_and_gradient(self) -> tuple[Array, dict[str, Array]]:
+        return _with_gradient(_loss, self.config, self.params)
 
-def _run(config: Pi0Config, params: dict[str, Array], theirs: dict[str, np.ndarray]) -> dict[str, Any]:
+    @functools.cached_property
+    def joint_and_gradient(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """The twin's intermediates at OpenPI's x_t, which make the same loss, and its gradient."""
+        return _with_gradient(_joint_loss, self.config, self.params)
+
+
+def _run(
+    config: Pi0Config, params: dict[str, Array], theirs: dict[str, np.ndarray], steps: tuple[int, ...]
+) -> dict[str, Any]:
     @jax.jit
     def everything(params: dict[str, Array]) -> dict[str, Any]:
         model = bind(config, params)
@@ -72,22 +87,43 @@ def _run(config: Pi0Config, params: dict[str, Array], theirs: dict[str, np.ndarr
             "prefix_out": prefix.features,
             "loss": model.flow_loss(prefix, goldens.chunk("actions"), noise, time),
             "v_t": model.velocity(prefix, jnp.asarray(theirs["x_t"]), time, prefix.state),
-            **{f"sample_actions/num_steps_{n}": model.sample(prefix, noise, num_steps=n) for n in (10, 5, 1)},
-            "joint": joint_pass(model, goldens.observation(), jnp.asarray(theirs["x_t"]), time),
+            **{f"sample_actions/num_steps_{n}": model.sample(prefix, noise, num_steps=n) for n in steps},
         }
 
-    return everything(params)
+    results: dict[str, Any] = everything(params)
+    return results
 
 
-@pytest.fixture(scope="module", params=goldens.CASES)
+def _loss(config: Pi0Config, params: dict[str, Array]) -> tuple[Array, Array]:
+    model = bind(config, params)
+    prefix = model.encode(goldens.observation())
+    loss = model.flow_loss(prefix, goldens.chunk("actions"), goldens.chunk("noise"), goldens.chunk("time"))
+    return loss.mean(), loss
+
+
+def _joint_loss(config: Pi0Config, params: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+    x_t = jnp.asarray(goldens.arrays("outputs_pi0_tiny_float32")["x_t"])  # of the same noise and time in every case
+    everything = joint_pass(bind(config, params), goldens.observation(), x_t, goldens.chunk("time"))
+    target = goldens.chunk("noise") - goldens.chunk("actions")
+    loss = jnp.mean(jnp.square(everything["v_t"] - target), axis=-1)
+    return loss.mean(), everything | {"loss": loss}
+
+
+def _with_gradient(loss: Callable[..., Any], config: Pi0Config, params: dict[str, Array]) -> tuple[Any, Any]:
+    (_, rest), gradient = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))(params)
+    return rest, gradient
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.xdist_group(c)) for c in goldens.CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     name = request.param
     theirs = dict(goldens.arrays(f"outputs_{name}_float32"))
     config = goldens.config(name)
-    return Case(name, config, _run(config, goldens.params(name), theirs), theirs)
+    params = goldens.params(name)
+    return Case(name, config, params, _run(config, params, theirs, (10, 5, 1)), theirs)
 
 
-# --- Parameters --------------------------------------------------------------------------------------------------------
+# --- Parameters -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", FULL_SIZE)
@@ -120,7 +156,7 @@ def test_one_expert_alone_is_the_paligemma_inside_pi0_fast(variant: str) -> None
 
     modules = nnx.eval_shape(make)
     ours = {
-        "/".join(("PaliGemma", part, *path)): (list(leaf.shape), str(leaf.dtype))
+        "/".join(("PaliGemma", part, *map(str, path))): (list(leaf.shape), str(leaf.dtype))
         for part, module in modules.items()
         for path, leaf in nnx.to_flat_state(nnx.state(module))
     }
@@ -131,9 +167,16 @@ def test_every_variant_of_the_golden_trees_is_checked() -> None:
     assert set(TREES) == {*FULL_SIZE, "pi0_fast", "pi0_fast_lora"}
 
 
-def test_fresh_parameters_are_complete_and_zero_where_openpi_starts_at_zero() -> None:
+@pytest.fixture(scope="module")
+def fresh() -> tuple[Pi0Config, dict[str, Array]]:
     config = goldens.config("pi05_tiny_lora")
-    params = init_params(config, jax.random.key(0))
+    return config, init_params(config, jax.random.key(0))
+
+
+def test_fresh_parameters_are_complete_and_zero_where_openpi_starts_at_zero(
+    fresh: tuple[Pi0Config, dict[str, Array]],
+) -> None:
+    config, params = fresh
     assert {name: p.shape for name, p in params.items()} == {n: p.shape for n, p in param_shapes(config).items()}
     zero = {name for name, p in params.items() if not np.asarray(p).any()}
     assert "PaliGemma/img/head/kernel" in zero
@@ -143,10 +186,12 @@ def test_fresh_parameters_are_complete_and_zero_where_openpi_starts_at_zero() ->
     assert not np.array_equal(layers[0], layers[1]), "every layer draws its own weights"
 
 
-def test_layers_are_initialised_by_their_own_fan_in() -> None:
-    """A weight of shape [in, out] has variance 1/in, whatever axes stand before it."""
-    params = init_params(goldens.config("pi0_tiny"), jax.random.key(1))
+def test_layers_are_initialised_with_openpis_spread(fresh: tuple[Pi0Config, dict[str, Array]]) -> None:
+    """Variance 1/fan_in, whatever axes stand before the last two; the vocabulary and the adapters 0.01²."""
+    _, params = fresh
     for name, fan_in in {
+        "PaliGemma/llm/embedder/input_embedding": 1e4,
+        "PaliGemma/llm/layers/attn/q_einsum/lora_b": 1e4,
         "PaliGemma/llm/layers/attn/q_einsum/w": 64,
         "PaliGemma/llm/layers/attn/kv_einsum/w": 64,
         "PaliGemma/llm/layers/attn/attn_vec_einsum_1/w": 8 * 16,
@@ -161,11 +206,11 @@ def test_frozen_parameters_can_live_in_bfloat16_and_adapters_stay_float32() -> N
     params = cast_frozen(config, goldens.params("pi0_tiny_lora"))
     assert {str(p.dtype) for n, p in params.items() if is_frozen(config, n)} == {"bfloat16"}
     assert {str(p.dtype) for n, p in params.items() if not is_frozen(config, n)} == {"float32"}
-    loss = jax.jit(lambda p: _loss(config, p))(params)
-    np.testing.assert_allclose(loss.mean(), META["pi0_tiny_lora"]["mean_loss"], rtol=5e-3)
+    loss, _ = jax.jit(lambda p: _loss(config, p))(params)
+    np.testing.assert_allclose(loss, META["pi0_tiny_lora"]["mean_loss"], rtol=5e-3)
 
 
-# --- Numbers in float32 ------------------------------------------------------------------------------------------------
+# --- Numbers in float32 -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["prefix_tokens", "image_tokens/base_0_rgb"])
@@ -174,7 +219,7 @@ def test_prefix_tokens_are_openpis(case: Case, name: str) -> None:
 
 
 def test_masks_and_positions_are_openpis(case: Case) -> None:
-    joint = case.ours["joint"]
+    joint = case.joint_and_gradient[0]
     np.testing.assert_array_equal(case.ours["prefix_mask"], case.theirs["prefix_mask"])
     for name in ("suffix_mask", "attn_mask", "positions"):
         np.testing.assert_array_equal(joint[name], case.theirs[name], err_msg=name)
@@ -182,7 +227,7 @@ def test_masks_and_positions_are_openpis(case: Case) -> None:
 
 def test_the_suffix_sees_itself_as_in_openpis_mask(case: Case) -> None:
     horizon = case.theirs["suffix_mask"].shape[1]
-    model = bind(case.config, goldens.params(case.name))
+    model = bind(case.config, case.params)
     np.testing.assert_array_equal(model.suffix_mask(), case.theirs["attn_mask"][0, -horizon:, -horizon:])
 
 
@@ -193,14 +238,14 @@ def test_prefix_outputs_are_openpis_where_there_is_a_token(case: Case) -> None:
 
 def test_joint_pass_reproduces_padding_too(case: Case) -> None:
     """Padding looks at everything in OpenPI, the suffix included: only the joint pass can agree on it."""
-    assert max_difference(case.ours["joint"]["prefix_out"], case.theirs["prefix_out"]) < 2e-4
+    assert max_difference(case.joint_and_gradient[0]["prefix_out"], case.theirs["prefix_out"]) < 2e-4
 
 
 def test_velocity_and_loss_are_openpis(case: Case) -> None:
     assert max_difference(case.ours["v_t"], case.theirs["v_t"]) < 2e-4
     assert max_difference(case.ours["loss"], case.theirs["loss"]) < 2e-4
     for name in ("suffix_tokens", "suffix_out", *(["adarms_cond"] if case.config.pi05 else [])):
-        assert max_difference(case.ours["joint"][name], case.theirs[name]) < 2e-4, name
+        assert max_difference(case.joint_and_gradient[0][name], case.theirs[name]) < 2e-4, name
 
 
 @pytest.mark.parametrize("num_steps", [10, 5, 1])
@@ -227,17 +272,17 @@ def test_nothing_but_the_time_embedding_needs_the_wider_tolerance(case: Case) ->
         )[:, 0]
         return out, model.action_out_proj(out[:, -case.config.action_horizon :])
 
-    suffix_out, v_t = after_embedding(goldens.params(case.name))
+    suffix_out, v_t = after_embedding(case.params)
     assert max_difference(suffix_out, case.theirs["suffix_out"]) < 2e-5
     assert max_difference(v_t, case.theirs["v_t"]) < 2e-5
 
 
 def test_every_gradient_is_openpis(case: Case) -> None:
     theirs = goldens.arrays(f"grads_{case.name}")
-    ours = jax.jit(jax.grad(lambda p: _loss(case.config, p).mean()))(goldens.params(case.name))
+    _, ours = case.loss_and_gradient
     assert set(ours) == set(theirs)
     for name, golden in theirs.items():
-        norm = np.linalg.norm(golden)
+        norm = float(np.linalg.norm(golden))
         # Softmax ignores a bias on its keys: that gradient is zero but for rounding, and has no relative error.
         allowed = max(1e-3 * norm, 1e-7)
         assert np.linalg.norm(np.asarray(ours[name]) - golden) <= allowed, f"{name}, norm {norm}"
@@ -249,7 +294,7 @@ def test_noise_time_and_loss_from_a_key_are_openpis(case: Case) -> None:
     actions = goldens.chunk("actions")
     noise, time = draw_noise_and_time(jax.random.key(123), actions.shape)
     np.testing.assert_allclose(noise, goldens.chunk("noise"), atol=1e-6)
-    np.testing.assert_array_equal(time, goldens.chunk("time"))
+    np.testing.assert_allclose(time, goldens.chunk("time"), atol=1e-6)
     assert max_difference(case.ours["loss"], case.theirs["compute_loss"]) < 5e-4
 
 
@@ -257,9 +302,9 @@ def test_noise_time_and_loss_from_a_key_are_openpis(case: Case) -> None:
 def test_draws_follow_openpis_keys_and_distribution(seed: int) -> None:
     misc = goldens.arrays("misc")
     noise, _ = draw_noise_and_time(jax.random.key(seed), (2, 3, 4))
-    np.testing.assert_array_equal(noise, misc[f"rng/{seed}/noise_2x3x4"])
+    np.testing.assert_allclose(noise, misc[f"rng/{seed}/noise_2x3x4"], atol=1e-6)
     _, time = draw_noise_and_time(jax.random.key(seed), (8, 1, 1))
-    np.testing.assert_array_equal(time, misc[f"rng/{seed}/time_8"])
+    np.testing.assert_allclose(time, misc[f"rng/{seed}/time_8"], atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [32, 64, 1024])
@@ -269,7 +314,7 @@ def test_time_embedding_is_openpis(width: int) -> None:
     assert max_difference(ours, misc[f"posemb_sincos/dim{width}/out"]) < 2e-4
 
 
-# --- bfloat16 ----------------------------------------------------------------------------------------------------------
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", goldens.CASES)
@@ -281,7 +326,7 @@ def test_bfloat16_stays_within_openpis_own_noise(name: str) -> None:
     theirs = dict(goldens.arrays(f"outputs_{name}_bfloat16"))
     exact = goldens.arrays(f"outputs_{name}_float32")
     config = dataclasses.replace(goldens.config(name), dtype="bfloat16")
-    ours = _run(config, goldens.params(name), theirs)
+    ours = _run(config, goldens.params(name), theirs, (10,))
     assert ours["prefix_tokens"].dtype == jnp.bfloat16
     assert ours["v_t"].dtype == jnp.float32
     noise_floor = max(META[case]["bfloat16/pieces_vs_compute_loss_maxabs"] for case in goldens.CASES)
@@ -307,31 +352,12 @@ def test_samples_from_bfloat16_parameters_are_openpis(name: str) -> None:
     assert max_difference(sample(params), theirs) < max_difference(theirs, exact)
 
 
-# --- One prefix for everything -----------------------------------------------------------------------------------------
-
-
-def _loss(config: Pi0Config, params: dict[str, Array]) -> Array:
-    model = bind(config, params)
-    prefix = model.encode(goldens.observation())
-    return model.flow_loss(prefix, goldens.chunk("actions"), goldens.chunk("noise"), goldens.chunk("time"))
-
-
-def _joint_loss(config: Pi0Config, params: dict[str, Array]) -> Array:
-    batch = (goldens.chunk("actions"), goldens.chunk("noise"), goldens.chunk("time"))
-    return joint_loss(bind(config, params), goldens.observation(), *batch)
+# --- One prefix for everything ----------------------------------------------------------------------------------------
 
 
 def test_shared_prefix_and_joint_pass_give_equal_losses_and_gradients(case: Case) -> None:
-    def with_gradient(loss: Callable[[Pi0Config, dict[str, Array]], Array]) -> tuple[Array, dict[str, Array]]:
-        def mean(params: dict[str, Array]) -> tuple[Array, Array]:
-            each = loss(case.config, params)
-            return each.mean(), each
-
-        (_, each), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(goldens.params(case.name))
-        return each, gradient
-
-    (shared, shared_gradient), (joint, joint_gradient) = with_gradient(_loss), with_gradient(_joint_loss)
-    np.testing.assert_allclose(shared, joint, atol=1e-5)
+    (shared, shared_gradient), (joint, joint_gradient) = case.loss_and_gradient, case.joint_and_gradient
+    np.testing.assert_allclose(shared, joint["loss"], atol=1e-5)
     for name, gradient in joint_gradient.items():
         difference = float(jnp.linalg.norm(gradient - shared_gradient[name]))
         assert difference <= 1e-4 * float(jnp.linalg.norm(gradient)) + 1e-7, name
@@ -351,8 +377,7 @@ def test_shared_prefix_and_joint_pass_give_equal_samples(case: Case) -> None:
 
         return jax.lax.scan(step, (goldens.chunk("noise"), jnp.float32(1.0)), None, length=10)[0][0]
 
-    shared = case.ours["sample_actions/num_steps_10"]
-    np.testing.assert_allclose(shared, joint_sample(goldens.params(case.name)), atol=2e-4)
+    np.testing.assert_allclose(case.ours["sample_actions/num_steps_10"], joint_sample(case.params), atol=2e-4)
 
 
 @pytest.fixture(scope="module", params=["pi0_tiny", "pi05_tiny_lora"])
@@ -418,32 +443,35 @@ def _all_equations(jaxpr: Any) -> list[Any]:
     return [*jaxpr.eqns, *(eqn for sub in inner for eqn in _all_equations(sub))]
 
 
+@pytest.mark.xdist_group("pi0_tiny")
 def test_gradients_flow_through_the_prefix_unless_stopped() -> None:
     config, params = goldens.config("pi0_tiny"), goldens.params("pi0_tiny")
 
-    def loss(params: dict[str, Array], stop: bool) -> Array:
+    @jax.jit
+    @jax.grad
+    def stopped(params: dict[str, Array]) -> Array:
         model = bind(config, params)
-        prefix = model.encode(goldens.observation())
-        prefix = jax.lax.stop_gradient(prefix) if stop else prefix
+        prefix = jax.lax.stop_gradient(model.encode(goldens.observation()))
         batch = (goldens.chunk("actions"), goldens.chunk("noise"), goldens.chunk("time"))
         return model.flow_loss(prefix, *batch).mean()
 
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    vision = "PaliGemma/img/embedding/kernel"
-    assert jnp.abs(gradient(params, False)[vision]).max() > 0
-    stopped = gradient(params, True)
-    assert jnp.abs(stopped[vision]).max() == 0
-    assert jnp.abs(stopped["action_out_proj/kernel"]).max() > 0
+    gradient, flowing = stopped(params), goldens.arrays("grads_pi0_tiny")  # which the other tests show to be ours
+    vision, head = "PaliGemma/img/embedding/kernel", "action_out_proj/kernel"
+    assert np.abs(flowing[vision]).max() > 0
+    assert jnp.abs(gradient[vision]).max() == 0
+    np.testing.assert_allclose(gradient[head], flowing[head], atol=1e-4)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_changes_memory_not_gradients(remat: Any) -> None:
     params = goldens.params("pi05_tiny")
     config = dataclasses.replace(goldens.config("pi05_tiny"), remat=remat)
-    gradient = jax.jit(jax.grad(lambda p: _loss(config, p).mean()))
+    gradient = jax.jit(jax.grad(lambda p: _loss(config, p)[0]))
     theirs = goldens.arrays("grads_pi05_tiny")
     for name, ours in gradient(params).items():
-        assert np.linalg.norm(np.asarray(ours) - theirs[name]) <= max(1e-3 * np.linalg.norm(theirs[name]), 1e-7), name
+        assert np.linalg.norm(np.asarray(ours) - theirs[name]) <= max(
+            1e-3 * float(np.linalg.norm(theirs[name])), 1e-7
+        ), name
     assert "remat" in str(jax.make_jaxpr(gradient)(params))
 
 

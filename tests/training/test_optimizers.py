@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 
+from pistar.agents.estimators import ema
 from pistar.errors import UserError
 from pistar.training.optimizers import (
     AdamWConfig,
     CosineSchedule,
     RsqrtSchedule,
     Schedule,
-    ema,
     make_optimizer,
     make_schedule,
 )
@@ -111,14 +111,6 @@ def test_gradient_is_clipped_before_the_moments_see_it(clip_norm: float, expecte
     params = jnp.zeros(2)
     _, state = optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(params), params)
     np.testing.assert_allclose(state[1][0].mu / (1 - 0.9), expected, rtol=1e-6)
-
-
-def test_ema_keeps_its_share_of_the_old_and_the_dtype() -> None:
-    old = {"w": jnp.array([1.0, 2.0]), "frozen": jnp.ones(1, jnp.bfloat16)}
-    new = {"w": jnp.array([3.0, 6.0]), "frozen": jnp.ones(1, jnp.bfloat16)}
-    averaged = ema(old, new, 0.75)
-    np.testing.assert_allclose(averaged["w"], [1.5, 3.0])
-    assert averaged["frozen"].dtype == jnp.bfloat16
 
 
 # Values that cannot be

@@ -1,4 +1,3 @@
-# ruff: noqa: D102  # what calling a transform does, its class says
 """Robots: what their observations are called, how their joints map to the model's, and the way through both.
 
 A robot is data, so adding one is adding an entry to `ROBOTS`. The model's side of the names is OpenPI's.

@@ -1,4 +1,3 @@
-# ruff: noqa: D102  # what calling a transform does, its class says
 """From a robot's dictionaries to the model's and back, on the host, in numpy.
 
 Each transform is a small frozen dataclass that takes a dictionary and returns a new one; none touches its input. They
@@ -17,6 +16,7 @@ from PIL import Image
 
 from pistar.data.norm_stats import EPSILON, Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
+from pistar.types import Observation
 
 Data = dict[str, Any]
 Transform = Callable[[Data], Data]
@@ -254,3 +254,21 @@ def _add_state(data: Data, mask: tuple[bool, ...], sign: int) -> Float[np.ndarra
     offset = np.where(mask, data["state"][..., : len(mask)], 0)
     actions[..., : len(mask)] += sign * offset[..., None, :]
     return actions
+
+
+def stack_observations(frames: Sequence[Data]) -> Observation:
+    """A batch of what the transforms give for single frames."""
+
+    def stack(key: str) -> np.ndarray:
+        return np.stack([frame[key] for frame in frames])
+
+    def stack_cameras(key: str) -> dict[str, np.ndarray]:
+        return {camera: np.stack([frame[key][camera] for frame in frames]) for camera in frames[0][key]}
+
+    return Observation(
+        images=stack_cameras("image"),
+        image_masks=stack_cameras("image_mask"),
+        state=stack("state"),
+        tokenized_prompt=stack("tokenized_prompt"),
+        tokenized_prompt_mask=stack("tokenized_prompt_mask"),
+    )

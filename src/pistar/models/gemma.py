@@ -4,8 +4,6 @@ Prefix tokens never look at the suffix. So the prefix runs alone, once, and leav
 suffix runs against them, any number of times and for any number of candidates per observation.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,6 +45,7 @@ class RmsNorm(nnx.Module):
         normed = x32 * jax.lax.reciprocal(jnp.sqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6))
         if not self.adaptive:
             return (normed * (1 + self.scale[...])).astype(x.dtype), None
+        assert cond is not None
         scale, shift, gate = jnp.split(self.Dense_0(cond)[..., None, :], 3, axis=-1)
         return (normed * (1 + scale) + shift).astype(x.dtype), gate
 
@@ -56,16 +55,19 @@ class Attention(nnx.Module):
 
     def __init__(self, experts: tuple[GemmaConfig, ...], rngs: nnx.Rngs) -> None:
         for i, c in enumerate(experts):
-            kv_shape = (2, c.num_kv_heads, c.width, c.head_dim)
-            self._set("q_einsum", i, "...d,ndh->...nh", (c.num_heads, c.width, c.head_dim), c, rngs, batch_axes=0)
-            self._set("kv_einsum", i, "...d,ckdh->c...kh", kv_shape, c, rngs, batch_axes=(0, 1))
-            out_shape = (c.num_heads, c.head_dim, c.width)
-            self._set("attn_vec_einsum", i, "...nh,nhd->...d", out_shape, c, rngs, in_axes=(-3, -2))
-
-    def _set(
-        self, name: str, i: int, equation: str, shape: tuple[int, ...], c: GemmaConfig, rngs: nnx.Rngs, **axes: Any
-    ) -> None:
-        setattr(self, expert_name(name, i), Einsum(equation, shape, lora=c.lora, rngs=rngs, **axes))
+            q = Einsum("...d,ndh->...nh", (c.num_heads, c.width, c.head_dim), lora=c.lora, batch_axes=0, rngs=rngs)
+            kv = Einsum(
+                "...d,ckdh->c...kh",
+                (2, c.num_kv_heads, c.width, c.head_dim),
+                lora=c.lora,
+                batch_axes=(0, 1),
+                rngs=rngs,
+            )
+            out = Einsum(
+                "...nh,nhd->...d", (c.num_heads, c.head_dim, c.width), lora=c.lora, in_axes=(-3, -2), rngs=rngs
+            )
+            for name, einsum in (("q_einsum", q), ("kv_einsum", kv), ("attn_vec_einsum", out)):
+                setattr(self, expert_name(name, i), einsum)
 
 
 class Block(nnx.Module):
@@ -118,7 +120,7 @@ class Embedder(nnx.Module):
     """The vocabulary."""
 
     def __init__(self, vocab_size: int, width: int, rngs: nnx.Rngs) -> None:
-        self.input_embedding = nnx.Param(initializers.normal(stddev=1.0)(rngs.params(), (vocab_size, width)))
+        self.input_embedding = nnx.Param(initializers.normal(stddev=0.01)(rngs.params(), (vocab_size, width)))
 
 
 class Gemma(nnx.Module):
@@ -137,10 +139,9 @@ class Gemma(nnx.Module):
         self.dtype, self.remat = dtype, remat
         self.embedder = Embedder(vocab_size, experts[0].width, rngs)
         self.layers = stack_layers(lambda r: Block(experts, adaptive, dtype, r), experts[0].depth, rngs)
-        for i, c in enumerate(experts):
-            setattr(
-                self, expert_name("final_norm", i), RmsNorm(c.width, adaptive=adaptive[i], dtype=dtype, rngs=rngs)
-            )
+        self.final_norm = RmsNorm(experts[0].width, adaptive=adaptive[0], dtype=dtype, rngs=rngs)
+        if len(experts) > 1:
+            self.final_norm_1 = RmsNorm(experts[1].width, adaptive=adaptive[1], dtype=dtype, rngs=rngs)
 
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """Token embeddings, scaled by √width."""
@@ -184,8 +185,7 @@ class Gemma(nnx.Module):
             return block.combine(1, x, attended, gate, cond), None
 
         x, _ = scan_layers(step, self.layers, tokens.astype(self.dtype), cache, remat=self.remat)
-        out: Array = self.final_norm_1(x, cond)[0]
-        return out
+        return self.final_norm_1(x, cond)[0]
 
 
 def expert_name(name: str, expert: int) -> str:

@@ -10,6 +10,7 @@ from pistar.config import Remat
 
 M = TypeVar("M", bound=nnx.Module)
 Carry = TypeVar("Carry")
+X = TypeVar("X")
 Y = TypeVar("Y")
 
 
@@ -20,7 +21,7 @@ def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M
 
 
 def scan_layers(
-    step: Callable[[Carry, M, Any], tuple[Carry, Y]], layers: M, carry: Carry, xs: Any, *, remat: Remat
+    step: Callable[[Carry, M, X], tuple[Carry, Y]], layers: M, carry: Carry, xs: X, *, remat: Remat
 ) -> tuple[Carry, Y]:
     """carry, y_i = step(carry, layer_i, xs_i) for every layer, in order; the y_i come back stacked."""
     graph, params = nnx.split(layers)
@@ -33,12 +34,9 @@ def scan_layers(
 
 
 def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    match remat:
-        case "none":
-            return body
-        case "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        case "full":
-            policy = jax.checkpoint_policies.nothing_saveable
+    if remat == "none":
+        return body
+    policies = jax.checkpoint_policies
+    policy = policies.dots_with_no_batch_dims_saveable if remat == "dots" else policies.nothing_saveable
     # prevent_cse guards against XLA undoing the recomputation; a scan's body is safe from that already.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -16,8 +16,8 @@ _adapter_init = initializers.normal(stddev=0.01)  # OpenPI draws both halves: it
 class Einsum(nnx.Module):
     """x·w, plus (α/r)·(x·a)·b with an adapter.
 
-    The adapter's two equations are the weight's own with its last two axes split by the rank axis `l`. For the attention
-    output ("...nh,nhd->...d") this sums over the heads between a and b, so the adapter is not one per head.
+    The adapter's two equations are the weight's own with its last two axes split by the rank axis `l`. For the
+    attention output ("...nh,nhd->...d") this sums over the heads between a and b: the adapter is not one per head.
     """
 
     def __init__(
@@ -81,5 +81,7 @@ class FeedForward(nnx.Module):
 
         y = x @ weight()
         if self.has_lora:
-            y += x @ weight("_lora_a") @ weight("_lora_b")  # unscaled, whatever alpha says: OpenPI's checkpoints need it
+            y += (
+                x @ weight("_lora_a") @ weight("_lora_b")
+            )  # unscaled, whatever alpha says: OpenPI's checkpoints need it
         return y

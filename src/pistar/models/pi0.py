@@ -60,8 +60,8 @@ class PaliGemma(nnx.Module):
 class Pi0(nnx.Module):
     """π₀, or π₀.₅ where `config.pi05`.
 
-    Everything after `encode` takes actions as `[b, h, a]`, or as `[b, n, h, a]` for n candidates per observation; time is
-    `[b]` or `[b, n]` accordingly.
+    Everything after `encode` takes actions as `[b, h, a]`, or as `[b, n, h, a]` for n candidates per observation, and
+    time as `[b]` or `[b, n]` accordingly.
     """
 
     def __init__(self, config: Pi0Config, rngs: nnx.Rngs) -> None:
@@ -139,7 +139,9 @@ class Pi0(nnx.Module):
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b t d"], Bool[Array, "b t"]]:
         """Tokens of every camera, then of the prompt, and which of them are real."""
         cameras, size = self.config.cameras, self.config.image_size
-        images = jnp.stack([_at_size(to_float(observation.images[name]), size) for name in cameras])
+        images = jnp.stack(
+            [resize_with_pad(to_float(jnp.asarray(observation.images[name])), size, size) for name in cameras]
+        )
         present = jnp.stack([jnp.asarray(observation.image_masks[name]) for name in cameras], axis=1)
         views, batch = images.shape[:2]
         seen = self.PaliGemma.img(images.reshape(-1, *images.shape[2:]))  # one pass for all cameras
@@ -160,7 +162,9 @@ class Pi0(nnx.Module):
         clock = jnp.broadcast_to(clock[:, :, None], actions.shape)
         mixed = nnx.swish(self.action_time_mlp_in(jnp.concatenate([actions, clock], axis=-1)))
         actions = self.action_time_mlp_out(mixed)
-        state_token = jnp.broadcast_to(self.state_proj(state)[:, None, None], (*actions.shape[:2], 1, actions.shape[-1]))
+        state_token = jnp.broadcast_to(
+            self.state_proj(state)[:, None, None], (*actions.shape[:2], 1, actions.shape[-1])
+        )
         return jnp.concatenate([state_token, actions], axis=2), None
 
     def suffix_mask(self) -> Bool[Array, "s s"]:
@@ -186,37 +190,37 @@ def time_embedding(time: Float[Array, "*b"], width: int) -> Float[Array, "*b d"]
     return jnp.concatenate([jnp.sin(radians), jnp.cos(radians)], axis=-1)
 
 
-def draw_noise_and_time(
-    key: PRNGKeyArray, shape: tuple[int, ...]
-) -> tuple[Float[Array, "*n h a"], Float[Array, "*n"]]:
+def draw_noise_and_time(key: PRNGKeyArray, shape: tuple[int, ...]) -> tuple[Float[Array, "*n h a"], Float[Array, "*n"]]:
     """Noise for chunks of this shape and a time for each, distributed as in π₀'s pre-training: t ~ Beta(1.5, 1)."""
     _, noise_key, time_key = jax.random.split(key, 3)  # OpenPI spends the first on augmentation; so may the caller
     time = jax.random.beta(time_key, 1.5, 1.0, shape[:-2]) * 0.999 + 0.001
     return jax.random.normal(noise_key, shape), time
 
 
-def _at_size(images: Float[Array, "b h w 3"], size: int) -> Float[Array, "b size size 3"]:
-    return images if images.shape[1:3] == (size, size) else resize_with_pad(images, size, size)
-
-
-# --- Parameters by name ------------------------------------------------------------------------------------------------
+# --- Parameters by name -----------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=32)
-def _abstract(config: Pi0Config) -> tuple[nnx.GraphDef[Pi0], dict[str, nnx.Param[jax.ShapeDtypeStruct]]]:
-    graph, state = nnx.split(nnx.eval_shape(lambda: Pi0(config, nnx.Rngs(0))))
-    return graph, {"/".join(path): leaf for path, leaf in nnx.to_flat_state(state)}
+def _abstract(config: Pi0Config) -> tuple[nnx.GraphDef[Pi0], dict[str, nnx.Param[Array]]]:
+    """The model without its numbers: its structure, and a placeholder for every parameter."""
+    model = nnx.eval_shape(lambda: Pi0(config, nnx.Rngs(0)))
+    return nnx.graphdef(model), _by_name(model)
+
+
+def _by_name(model: Pi0) -> dict[str, nnx.Param[Array]]:
+    return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
 def param_shapes(config: Pi0Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Every parameter's shape and dtype, nothing allocated."""
-    return {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in _abstract(config)[1].items()}
+    shapes: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    return shapes
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(config: Pi0Config, key: PRNGKeyArray) -> Params:
-    """Fresh parameters, drawn as OpenPI draws them."""
-    state = nnx.state(Pi0(config, nnx.Rngs(key)))
-    return {"/".join(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    """Fresh parameters, distributed as OpenPI's."""
+    return {name: leaf[...] for name, leaf in _by_name(Pi0(config, nnx.Rngs(key))).items()}
 
 
 def bind(config: Pi0Config, params: Mapping[str, Array]) -> Pi0:

@@ -1,7 +1,5 @@
 """SigLIP's vision tower: pictures to tokens of the language model's width."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,15 +10,9 @@ from pistar.config import Remat, SiglipConfig
 from pistar.models.layers import scan_layers, stack_layers
 
 
-class LayerNorm(nnx.LayerNorm):
-    """Normalises in float32 and gives back the dtype it got; NNX's own would scale and shift in bfloat16."""
-
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-        super().__init__(width, dtype=jnp.float32, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b t d"], **unused: Any) -> Float[Array, "b t d"]:
-        normed: Array = super().__call__(x)
-        return normed.astype(x.dtype)
+def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """In float32, to be cast after: given a bfloat16 dtype, NNX scales and shifts in bfloat16, and OpenPI does not."""
+    return nnx.LayerNorm(width, dtype=jnp.float32, rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -63,14 +55,14 @@ class EncoderBlock(nnx.Module):
     """Pre-norm transformer block."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.LayerNorm_0 = LayerNorm(config.width, rngs)
+        self.LayerNorm_0 = _layer_norm(config.width, rngs)
         self.MultiHeadDotProductAttention_0 = Attention(config, dtype, rngs)
-        self.LayerNorm_1 = LayerNorm(config.width, rngs)
+        self.LayerNorm_1 = _layer_norm(config.width, rngs)
         self.MlpBlock_0 = Mlp(config, dtype, rngs)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        x = x + self.MultiHeadDotProductAttention_0(self.LayerNorm_0(x))
-        return x + self.MlpBlock_0(self.LayerNorm_1(x))
+        x = x + self.MultiHeadDotProductAttention_0(self.LayerNorm_0(x).astype(x.dtype))
+        return x + self.MlpBlock_0(self.LayerNorm_1(x).astype(x.dtype))
 
 
 class Encoder(nnx.Module):
@@ -78,7 +70,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.encoderblock = stack_layers(lambda r: EncoderBlock(config, dtype, r), config.depth, rngs)
-        self.encoder_norm = LayerNorm(config.width, rngs)
+        self.encoder_norm = _layer_norm(config.width, rngs)
 
 
 class Siglip(nnx.Module):
@@ -104,5 +96,5 @@ class Siglip(nnx.Module):
             return block(x), None
 
         x, _ = scan_layers(step, self.Transformer.encoderblock, x.astype(self.dtype), None, remat=self.remat)
-        out: Array = self.head(self.Transformer.encoder_norm(x))
+        out: Array = self.head(self.Transformer.encoder_norm(x).astype(x.dtype))
         return out

@@ -1,16 +1,13 @@
-"""Learning-rate schedules, AdamW and the exponential moving average, as OpenPI trains π₀."""
+"""Learning-rate schedules and AdamW, as OpenPI trains π₀."""
 
 import dataclasses
 import math
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from pistar.errors import UserError
-
-T = TypeVar("T")
 
 
 def _check_warmup(warmup_steps: int, peak_lr: float) -> None:
@@ -112,9 +109,3 @@ def make_optimizer(config: AdamWConfig) -> optax.GradientTransformation:
         make_schedule(config.schedule), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
     )
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
-
-
-def ema(old: T, new: T, decay: float) -> T:
-    """decay·old + (1 − decay)·new, leaf by leaf."""
-    averaged: T = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n, old, new)
-    return averaged

@@ -1,0 +1,97 @@
+"""Behaviour cloning by flow matching: what π₀ was fine-tuned with, and the line every other agent ends in."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from pistar.agents.estimators import ema
+from pistar.config import Pi0Config
+from pistar.models.images import augment, resize_with_pad, to_float
+from pistar.models.pi0 import Params, bind, cast_frozen, draw_noise_and_time, init_params, is_frozen
+from pistar.types import Observation, PolicyBatch, pytree
+
+
+def weighted_flow_loss(
+    loss: Float[Array, "b h"], valid: Bool[Array, "b h"], weight: Float[Array, " b"]
+) -> Float[Array, ""]:
+    """Σ_bh weight_b · valid_bh · loss_bh / Σ_bh valid_bh"""
+    return jnp.sum(loss * valid * weight[:, None]) / jnp.maximum(jnp.sum(valid), 1)
+
+
+@pytree
+class FlowBCState:
+    """Everything that changes."""
+
+    trained: Params
+    frozen: Params
+    """In bfloat16: they are read and never written."""
+    average: Params | None
+    """EMA of `trained`. Of the frozen ones there is none to keep: they do not move."""
+    optimizer: optax.OptState
+    step: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowBC:
+    """Imitate the chunks of a batch."""
+
+    config: Pi0Config
+    optimizer: optax.GradientTransformation
+    ema_decay: float | None = 0.99
+    """None keeps no average; OpenPI keeps none with adapters."""
+    augmentation: bool = True
+
+    def init(self, key: PRNGKeyArray) -> FlowBCState:
+        """From fresh parameters."""
+        return self.init_from(init_params(self.config, key))
+
+    def init_from(self, params: Params) -> FlowBCState:
+        """From a checkpoint's parameters."""
+        params = cast_frozen(self.config, params)
+        trained = {name: p for name, p in params.items() if not is_frozen(self.config, name)}
+        frozen = {name: p for name, p in params.items() if name not in trained}
+        # A copy: a donated state must not hand the same buffer over twice.
+        average = None if self.ema_decay is None else jax.tree.map(jnp.copy, trained)
+        return FlowBCState(trained, frozen, average, self.optimizer.init(trained), jnp.int32(0))
+
+    def update(self, state: FlowBCState, batch: PolicyBatch, key: PRNGKeyArray) -> tuple[FlowBCState, dict[str, Array]]:
+        """One step down the loss."""
+        augment_key, _, _ = jax.random.split(key, 3)  # the other two make noise and time
+        observations = batch.observations
+        if self.augmentation:
+            observations = self._augmented(augment_key, observations)
+        noise, time = draw_noise_and_time(key, batch.actions.shape)
+
+        def loss_of(trained: Params) -> Float[Array, ""]:
+            model = bind(self.config, trained | state.frozen)
+            loss = model.flow_loss(model.encode(observations), jnp.asarray(batch.actions), noise, time)
+            return weighted_flow_loss(loss, jnp.asarray(batch.valid), jnp.asarray(batch.weight))
+
+        loss, gradient = jax.value_and_grad(loss_of)(state.trained)
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
+        trained = optax.apply_updates(state.trained, updates)
+        average = None
+        if self.ema_decay is not None:
+            average = ema(state.average, trained, self.ema_decay)
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}  # before clipping, as OpenPI logs it
+        return FlowBCState(trained, state.frozen, average, optimizer, state.step + 1), metrics
+
+    def act(self, state: FlowBCState, observation: Observation, key: PRNGKeyArray) -> Float[Array, "b h a"]:
+        """One chunk per observation, in the model's normalised space."""
+        model = bind(self.config, self.policy_params(state))
+        batch = observation.state.shape[0]
+        noise = jax.random.normal(key, (batch, self.config.action_horizon, self.config.action_dim))
+        return model.sample(model.encode(observation), noise)
+
+    def policy_params(self, state: FlowBCState) -> Params:
+        """What is served: the average if there is one."""
+        return (state.trained if state.average is None else state.average) | state.frozen
+
+    def _augmented(self, key: PRNGKeyArray, observation: Observation) -> Observation:
+        size = self.config.image_size
+        images = {name: to_float(jnp.asarray(image)) for name, image in observation.images.items()}
+        images = {name: resize_with_pad(image, size, size) for name, image in images.items()}
+        return dataclasses.replace(observation, images=augment(key, images))

@@ -1,0 +1,177 @@
+"""A checkpoint that acts: from a robot's observation to its actions, as OpenPI serves them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pistar.config import Pi0Config
+from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, norm_stats_hash
+from pistar.data.robots import find_robot, input_transform, output_transform
+from pistar.data.transforms import Data, Transform, stack_observations
+from pistar.errors import UserError
+from pistar.models.inspect import infer_config
+from pistar.models.pi0 import Params, bind, param_shapes
+from pistar.models.tokenizer import (
+    TINY_TOKENIZER,
+    PromptTokenizer,
+    check_same_tokenizer,
+    check_vocab,
+    load_tokenizer,
+)
+from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
+from pistar.training.contract import Contract, read_contract
+from pistar.types import Observation
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Parameters and the way of data through them."""
+
+    config: Pi0Config
+    params: Params
+    inputs: Transform
+    """From the robot's observation to the model's."""
+    outputs: Transform
+    """From the model's actions to the robot's."""
+    num_steps: int = 10
+    """Euler steps from noise to actions."""
+
+    def act(
+        self, observations: Sequence[Data], noise: Float[np.ndarray, "b *n h a"] | Float[Array, "b *n h a"]
+    ) -> Float[np.ndarray, "b *n h d"]:
+        """Chunks in the robot's units for a batch of its observations; n of each, if the noise has that axis."""
+        observation = stack_observations([self.inputs(data) for data in observations])
+        actions = np.asarray(_sample(self.config, self.num_steps, self.params, observation, jnp.asarray(noise)))
+        state = np.asarray(observation.state)
+        # One state for all of an observation's candidates.
+        state = state if actions.ndim == 3 else state[:, None]
+        robots: np.ndarray = self.outputs({"state": state, "actions": actions})["actions"]
+        return robots
+
+    def draw_noise(self, seed: int, *batch: int) -> Float[np.ndarray, "..."]:
+        """Noise for chunks of this batch shape."""
+        shape = (*batch, self.config.action_horizon, self.config.action_dim)
+        return np.asarray(jax.random.normal(jax.random.key(seed), shape))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample(config: Pi0Config, num_steps: int, params: Params, observation: Observation, noise: Array) -> Array:
+    model = bind(config, params)
+    return model.sample(model.encode(observation), noise, num_steps=num_steps)
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    robot: str | None = None,
+    asset_id: str | None = None,
+    action_horizon: int | None = None,
+    default_prompt: str | None = None,
+) -> Policy:
+    """The policy of a checkpoint, in bfloat16 as OpenPI serves it.
+
+    A checkpoint of ours says in its contract what it needs. OpenPI's have none: name the robot, the norm stats' asset
+    id where there are several, and the horizon unless it is OpenPI's 50.
+    """
+    with open_checkpoint(path) as checkpoint:
+        if checkpoint.contract is None:
+            contract, prompt_tokenizer = assume_contract(checkpoint, tokenizer, robot, asset_id, action_horizon)
+        else:
+            contract = read_contract(checkpoint.contract)
+            _refuse_other(contract, robot=robot, asset_id=asset_id, action_horizon=action_horizon)
+            prompt_tokenizer = _contract_tokenizer(contract, tokenizer)
+        config = dataclasses.replace(contract.model, dtype="bfloat16", remat="none")
+        stats = _norm_stats(checkpoint, contract.asset_id)
+        problems = contract.problems(config, stats)
+        if problems:
+            raise UserError(f"{path}: {problems[0]}.")
+        served = {name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16) for name, s in param_shapes(config).items()}  # type: ignore[no-untyped-call]
+        params, _ = load_into(served, {leaf.name: leaf.read(jnp.bfloat16) for leaf in checkpoint.leaves()})
+    machine = find_robot(contract.robot)
+    inputs = input_transform(
+        machine,
+        stats,
+        contract.norm_kind,
+        prompt_tokenizer,
+        action_dim=config.action_dim,
+        image_size=config.image_size,
+        discrete_state=contract.prompt_format == "pi05",
+        default_prompt=default_prompt,
+    )
+    return Policy(config, params, inputs, output_transform(machine, stats, contract.norm_kind))
+
+
+def assume_contract(
+    checkpoint: Checkpoint,
+    tokenizer: str | Path | None,
+    robot: str | None,
+    asset_id: str | None,
+    action_horizon: int | None,
+) -> tuple[Contract, PromptTokenizer]:
+    """What an OpenPI checkpoint, which has no contract, would say in one: its weights, OpenPI's rules, and the user."""
+    config = infer_config({leaf.name: leaf.struct.shape for leaf in checkpoint.leaves()})
+    if action_horizon is not None:
+        config = dataclasses.replace(config, action_horizon=action_horizon)
+    if robot is None:
+        raise UserError(f"{checkpoint.step} has no contract.json to name its robot; give `robot`, for example aloha.")
+    assets = list(checkpoint.norm_stats)
+    if asset_id is None and len(assets) == 1:
+        asset_id = assets[0]
+    if asset_id not in assets:
+        raise UserError(
+            f"{checkpoint.step} has norm stats for {', '.join(assets) or 'no robot'} and asset_id is {asset_id}; "
+            "give the one to use, or copy the assets folder beside params."
+        )
+    machine, stats = find_robot(robot), _norm_stats(checkpoint, asset_id)
+    prompt_tokenizer = load_tokenizer(tokenizer, config.max_token_len)
+    check_vocab(prompt_tokenizer, config.vocab_size)
+    norm: Norm = "quantile" if config.pi05 else "zscore"
+    contract = Contract(
+        model=config,
+        robot=robot,
+        asset_id=asset_id,
+        state_dim=machine.state_dim,
+        action_dim=machine.action_dim,
+        delta_mask=machine.delta_mask,
+        prompt_format=config.model_type,
+        tokenizer_sha256=prompt_tokenizer.sha256,
+        norm_kind=norm,
+        norm_stats_sha256=norm_stats_hash(stats),
+    )
+    return contract, prompt_tokenizer
+
+
+def _refuse_other(contract: Contract, *, action_horizon: int | None, **given: str | None) -> None:
+    asked = given | {"action_horizon": action_horizon}
+    trained = {"action_horizon": contract.model.action_horizon}
+    for name, value in asked.items():
+        known = trained.get(name, getattr(contract, name, None))
+        if value is not None and value != known:
+            raise UserError(f"{name} is {value} but the policy was trained with {known}; leave it out.")
+
+
+def _contract_tokenizer(contract: Contract, source: str | Path | None) -> PromptTokenizer:
+    length = contract.model.max_token_len
+    tiny = load_tokenizer(TINY_TOKENIZER, length)
+    if source is None and tiny.sha256 == contract.tokenizer_sha256:
+        return tiny  # ships with us, so nobody has to name it
+    tokenizer = load_tokenizer(source, length)
+    check_same_tokenizer(tokenizer, contract.tokenizer_sha256)
+    return tokenizer
+
+
+def _norm_stats(checkpoint: Checkpoint, asset_id: str) -> dict[str, NormStats]:
+    paths = checkpoint.norm_stats
+    if asset_id not in paths:
+        raise UserError(
+            f"{checkpoint.step or checkpoint.params} has no assets/{asset_id}/norm_stats.json, without which actions "
+            "come out in the wrong units; copy the training run's assets folder beside params."
+        )
+    return load_norm_stats(paths[asset_id])

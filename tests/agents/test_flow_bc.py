@@ -1,0 +1,129 @@
+"""Flow-matching behaviour cloning: the loss by hand, the update against its parts, and that it learns."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxtyping import Array
+
+from pistar.agents.estimators import ema
+from pistar.agents.flow_bc import FlowBC, FlowBCState, weighted_flow_loss
+from pistar.models.pi0 import bind, draw_noise_and_time, is_frozen
+from pistar.types import PolicyBatch
+
+import goldens
+
+
+def batch(weight: float = 1.0) -> PolicyBatch:
+    actions = goldens.chunk("actions")
+    return PolicyBatch(
+        observations=goldens.observation(),
+        actions=actions,
+        valid=jnp.ones(actions.shape[:2], bool),
+        weight=jnp.full(actions.shape[0], weight),
+    )
+
+
+def test_loss_counts_only_valid_steps_and_multiplies_by_the_weight() -> None:
+    loss = jnp.array([[1.0, 2.0, 100.0], [3.0, 4.0, 5.0]])
+    valid = jnp.array([[True, True, False], [True, True, True]])
+    weight = jnp.array([2.0, 0.5])
+    # (2·(1 + 2) + 0.5·(3 + 4 + 5)) / 5
+    np.testing.assert_allclose(weighted_flow_loss(loss, valid, weight), 12.0 / 5)
+
+
+def test_loss_of_a_batch_without_valid_steps_is_zero_not_nan() -> None:
+    assert weighted_flow_loss(jnp.ones((2, 3)), jnp.zeros((2, 3), bool), jnp.ones(2)) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    agent: FlowBC
+    start: FlowBCState
+    states: list[FlowBCState]
+    losses: list[float]
+
+
+@functools.cache
+def run(case: str) -> Run:
+    """Five updates on one batch with one key: the same loss, going down."""
+    agent = FlowBC(goldens.config(case), optax.adam(1e-3), ema_decay=0.9, augmentation=case == "pi0_tiny_lora")
+    start = agent.init_from(goldens.params(case))
+    update = jax.jit(agent.update)
+    state, states, losses = start, [], []
+    for _ in range(5):
+        state, metrics = update(state, batch(), jax.random.key(0))
+        states.append(state)
+        losses.append(float(metrics["loss"]))
+    return Run(agent, start, states, losses)
+
+
+@pytest.mark.parametrize("case", ["pi0_tiny_lora", "pi05_tiny"])
+@pytest.mark.xdist_group("flow_bc")
+def test_updates_on_one_batch_bring_its_loss_down(case: str) -> None:
+    losses = run(case).losses
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.xdist_group("flow_bc")
+def test_first_loss_is_the_models_own_on_the_keys_draws() -> None:
+    noise, time = draw_noise_and_time(jax.random.key(0), goldens.chunk("actions").shape)
+
+    @jax.jit
+    def loss(params: dict[str, Array]) -> Array:
+        model = bind(goldens.config("pi05_tiny"), params)
+        return model.flow_loss(model.encode(goldens.observation()), goldens.chunk("actions"), noise, time).mean()
+
+    np.testing.assert_allclose(run("pi05_tiny").losses[0], loss(goldens.params("pi05_tiny")), rtol=1e-5)
+
+
+@pytest.mark.xdist_group("flow_bc")
+def test_average_follows_the_trained_parameters_and_is_what_is_served() -> None:
+    trained = run("pi05_tiny")
+    average = trained.start.trained
+    for state in trained.states:
+        average = ema(average, state.trained, 0.9)
+    served = trained.agent.policy_params(trained.states[-1])
+    for name, expected in average.items():
+        np.testing.assert_allclose(served[name], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.xdist_group("flow_bc")
+def test_adapters_train_and_frozen_weights_keep_every_bit() -> None:
+    trained = run("pi0_tiny_lora")
+    config, last = trained.agent.config, trained.states[-1]
+    assert set(last.frozen) == {name for name in goldens.params("pi0_tiny_lora") if is_frozen(config, name)}
+    assert {str(p.dtype) for p in last.frozen.values()} == {"bfloat16"}
+    for name, p in last.frozen.items():
+        np.testing.assert_array_equal(p, trained.start.frozen[name])
+    adapter = "PaliGemma/llm/layers/attn/q_einsum_1/lora_a"
+    assert jnp.abs(last.trained[adapter] - trained.start.trained[adapter]).max() > 0
+    moments = jax.tree.leaves(last.optimizer)
+    assert sum(m.size for m in moments) < 2 * sum(p.size for p in last.trained.values()) + 10
+
+
+@pytest.mark.xdist_group("flow_bc")
+def test_acting_gives_a_chunk_of_the_models_shape_from_the_key_alone() -> None:
+    trained = run("pi05_tiny")
+    act = jax.jit(trained.agent.act)
+    chunk = act(trained.states[-1], goldens.observation(), jax.random.key(1))
+    assert chunk.shape == (3, 10, 32)
+    np.testing.assert_array_equal(chunk, act(trained.states[-1], goldens.observation(), jax.random.key(1)))
+
+
+def test_without_an_average_the_trained_parameters_are_served() -> None:
+    agent = FlowBC(goldens.config("pi05_tiny"), optax.sgd(0.0), ema_decay=None)
+    state = agent.init_from(goldens.params("pi05_tiny"))
+    assert state.average is None
+    assert set(agent.policy_params(state)) == set(goldens.params("pi05_tiny"))
+
+
+def test_fresh_agents_of_one_key_are_equal() -> None:
+    agent = FlowBC(goldens.config("pi05_tiny_lora"), optax.sgd(0.0))
+    first, second = (agent.init(jax.random.key(0)) for _ in range(2))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, first, second))

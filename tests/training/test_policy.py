@@ -1,0 +1,160 @@
+"""A checkpoint that acts, against OpenPI's own served policy."""
+
+import dataclasses
+import tarfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pistar.data.norm_stats import Norm, load_norm_stats, norm_stats_hash
+from pistar.data.robots import find_robot, input_transform, output_transform
+from pistar.data.transforms import Data
+from pistar.errors import UserError
+from pistar.models.tokenizer import load_tokenizer
+from pistar.training.checkpoints import read_params, write_checkpoint
+from pistar.training.contract import Contract
+from pistar.training.policy import Policy, load_policy
+
+import goldens
+
+
+class StoredTokens:
+    """The golden's stand-in for PaliGemma's tokenizer: always the same tokens."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens.astype(np.int32)
+
+    def tokenize(self, prompt: str, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens, self.tokens != 0
+
+
+def archive(case: str) -> Path:
+    return goldens.OPENPI / f"openpi_ckpt_{case}_tiny.tar.gz"
+
+
+def robot_observation(case: str) -> Data:
+    golden = goldens.arrays(f"policy_infer_{case}")
+    cameras = {name: golden[name] for name in ("cam_high", "cam_left_wrist")}
+    return {"state": golden["state"], "images": cameras, "prompt": "fold the towel"}
+
+
+def unpacked(case: str, folder: Path) -> Path:
+    with tarfile.open(archive(case)) as tar:
+        tar.extractall(folder, filter="data")
+    return next(path.parent for path in folder.rglob("params") if path.is_dir())
+
+
+@pytest.mark.parametrize("case", ["pi0", "pi05"])
+def test_the_golden_checkpoint_acts_as_openpis_own_policy(case: str, tmp_path: Path) -> None:
+    golden = goldens.arrays(f"policy_infer_{case}")
+    stats = load_norm_stats(next(unpacked(case, tmp_path).rglob("norm_stats.json")))
+    robot = find_robot("aloha")
+    norm: Norm = "quantile" if case == "pi05" else "zscore"
+    config = dataclasses.replace(goldens.config(f"{case}_tiny"), dtype="bfloat16")
+    tokens = StoredTokens(golden["fake_tokens"])
+    policy = Policy(
+        config,
+        {name: jnp.asarray(p) for name, p in read_params(archive(case), dtype=jnp.bfloat16).items()},
+        # OpenPI fixes 224 here, whatever its model takes, and its model shrinks the picture again.
+        input_transform(robot, stats, norm, tokens, action_dim=32, image_size=224, discrete_state=False),
+        output_transform(robot, stats, norm),
+    )
+    (actions,) = policy.act([robot_observation(case)], golden["noise"][None])
+    assert actions.shape == golden["actions"].shape
+    # In units of each joint's spread, the model's own. OpenPI's bfloat16 is 1.3e-2 to 4.6e-2 away from its float32.
+    error = np.abs(actions - golden["actions"]) / stats["actions"].std
+    assert error.max() < 2e-2
+
+
+def test_openpis_checkpoint_loads_with_what_the_user_adds() -> None:
+    policy = load_policy(archive("pi0"), tokenizer="tiny", robot="aloha", action_horizon=10)
+    actions = policy.act([robot_observation("pi0")] * 2, policy.draw_noise(0, 2))
+    assert actions.shape == (2, 10, 14)
+    assert np.isfinite(actions).all()
+
+
+def test_candidates_share_the_observation_and_start_from_its_state() -> None:
+    policy = load_policy(archive("pi05"), tokenizer="tiny", robot="aloha", action_horizon=10)
+    noise = policy.draw_noise(0, 1, 3)
+    together = policy.act([robot_observation("pi05")], noise)
+    apart = [policy.act([robot_observation("pi05")], noise[:, i])[0] for i in range(3)]
+    assert together.shape == (1, 3, 10, 14)
+    np.testing.assert_allclose(together[0], apart, atol=5e-2)  # bfloat16, compiled for two shapes
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OpenPI's π₀ checkpoint written again by us, with a contract."""
+    folder = tmp_path_factory.mktemp("ours")
+    stats = load_norm_stats(next(unpacked("pi0", folder / "theirs").rglob("norm_stats.json")))
+    contract = Contract(
+        model=goldens.config("pi0_tiny"),
+        robot="aloha",
+        asset_id="trossen",
+        state_dim=14,
+        action_dim=14,
+        delta_mask=find_robot("aloha").delta_mask,
+        prompt_format="pi0",
+        tokenizer_sha256=load_tokenizer("tiny", 48).sha256,
+        norm_kind="zscore",
+        norm_stats_sha256=norm_stats_hash(stats),
+    )
+    return write_checkpoint(folder / "run", 7, read_params(archive("pi0")), {"trossen": stats}, contract)
+
+
+def test_a_checkpoint_with_a_contract_needs_nothing_else(ours: Path) -> None:
+    from_contract = load_policy(ours)
+    told = load_policy(archive("pi0"), tokenizer="tiny", robot="aloha", action_horizon=10)
+    noise = told.draw_noise(3, 1)
+    observation = [robot_observation("pi0")]
+    np.testing.assert_array_equal(from_contract.act(observation, noise), told.act(observation, noise))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"robot": "libero"}, "robot is libero but the policy was trained with aloha"),
+        ({"action_horizon": 50}, "action_horizon is 50 but the policy was trained with 10"),
+        ({"asset_id": "droid"}, "asset_id is droid but the policy was trained with trossen"),
+    ],
+)
+def test_what_contradicts_the_contract_is_refused(ours: Path, asked: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_policy(ours, **asked)  # type: ignore[arg-type]
+
+
+def test_another_tokenizer_than_the_contracts_is_refused(ours: Path, tmp_path: Path) -> None:
+    contract = (ours / "contract.json").read_text().replace(load_tokenizer("tiny", 48).sha256, "0" * 64)
+    (ours / "contract.json").rename(tmp_path / "kept")
+    try:
+        (ours / "contract.json").write_text(contract)
+        with pytest.raises(UserError, match="trained with 000000000000…"):
+            load_policy(ours, tokenizer="tiny")
+    finally:
+        (tmp_path / "kept").rename(ours / "contract.json")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({}, "has no contract.json to name its robot; give `robot`"),
+        ({"robot": "alohha"}, "There is no robot 'alohha'; try aloha"),
+        ({"robot": "aloha", "asset_id": "droid"}, "has norm stats for trossen and asset_id is droid"),
+        ({"robot": "libero", "tokenizer": "tiny"}, "8 numbers in its state but norm stats of trossen have 14"),
+    ],
+)
+def test_an_openpi_checkpoint_that_lacks_something_says_what(asked: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        load_policy(archive("pi0"), **asked)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_norm_stats_are_named_before_anything_loads(ours: Path, tmp_path: Path) -> None:
+    (ours / "assets").rename(tmp_path / "assets")
+    try:
+        with pytest.raises(UserError, match=r"assets/trossen/norm_stats\.json"):
+            load_policy(ours)
+    finally:
+        (tmp_path / "assets").rename(ours / "assets")
