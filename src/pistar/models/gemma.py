@@ -4,6 +4,8 @@ Prefix tokens never look at the suffix. So the prefix runs alone, once, and leav
 suffix runs against them, any number of times and for any number of candidates per observation.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -194,6 +196,7 @@ def expert_name(name: str, expert: int) -> str:
 
 
 Segment = tuple[Array, Array, Array]
+"""Keys, values, and a mask of who may look at them."""
 
 
 def attend(
@@ -208,26 +211,52 @@ def attend(
     """
     b, n, s, heads, dim = q.shape
     kv_heads = own[0].shape[-2]
-    q = q.reshape(b, n, s, kv_heads, heads // kv_heads, dim)
+    # Key/value heads to the front, all queries of such a head side by side: plain batched matrix products.
+    # With a single key/value head, as in every π₀, none of this moves a byte.
+    q = jnp.moveaxis(q.reshape(b, n, s, kv_heads, -1, dim), 3, 1).reshape(b, kv_heads, n, -1, dim)
+    segments = [own] if shared is None else [own, shared]
 
-    def logits(equation: str, keys: Array, mask: Array) -> Array:
-        raw = jnp.einsum(equation, q, keys, preferred_element_type=jnp.float32)
-        return jnp.where(mask[:, :, None, None], raw, _MASKED)
+    def logits(keys: Array, mask: Array) -> Array:
+        raw = _matmul(q, jnp.moveaxis(keys, -2, 1).mT)
+        by_head = raw.reshape(b, kv_heads, n, s, -1, raw.shape[-1])
+        return jnp.where(mask[:, None, :, :, None], by_head, _MASKED).reshape(raw.shape)
 
-    parts = [(logits("bnskgh,bntkh->bnkgst", own[0], own[2]), "bnkgst,bntkh->bnskgh", own[1])]
-    if shared is not None:
-        parts.append((logits("bnskgh,btkh->bnkgst", shared[0], shared[2]), "bnkgst,btkh->bnskgh", shared[1]))
-    highest = parts[0][0].max(axis=-1, keepdims=True)
-    for part, _, _ in parts[1:]:
-        highest = jnp.maximum(highest, part.max(axis=-1, keepdims=True))
-    highest = jax.lax.stop_gradient(highest)  # softmax does not depend on it
-    weights = [jnp.exp(part - highest) for part, _, _ in parts]
-    total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
-    attended = sum(
-        jnp.einsum(equation, (w / total).astype(q.dtype), values, preferred_element_type=jnp.float32)
-        for w, (_, equation, values) in zip(weights, parts, strict=True)
-    )
-    return jnp.asarray(attended).astype(q.dtype).reshape(b, n, s, heads, dim)
+    weights = _joint_softmax(tuple(logits(keys, mask) for keys, _, mask in segments))
+    parts = [
+        _matmul(weight.astype(q.dtype), jnp.moveaxis(values, -2, 1))
+        for weight, (_, values, _) in zip(weights, segments, strict=True)
+    ]
+    attended = parts[0] if shared is None else parts[0] + parts[1]
+    by_head = attended.astype(q.dtype).reshape(b, kv_heads, n, s, -1, dim)
+    return jnp.moveaxis(by_head, 1, 3).reshape(b, n, s, heads, dim)
+
+
+def _matmul(x: Float[Array, "b k n q i"], matrix: Float[Array, "b k *n i o"]) -> Float[Array, "b k n q o"]:
+    """x·matrix in float32, with a matrix for each candidate or one that all of them share."""
+    if matrix.ndim == x.ndim:
+        return jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
+    b, k, n, q, i = x.shape
+    return jnp.matmul(x.reshape(b, k, n * q, i), matrix, preferred_element_type=jnp.float32).reshape(b, k, n, q, -1)
+
+
+@jax.custom_jvp
+def _joint_softmax(logits: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Softmax over the last axes of several arrays, as if they were one."""
+    highest = functools.reduce(jnp.maximum, [part.max(axis=-1, keepdims=True) for part in logits])
+    powers = [jnp.exp(part - highest) for part in logits]
+    total = functools.reduce(jnp.add, [power.sum(axis=-1, keepdims=True) for power in powers])
+    return tuple(power / total for power in powers)
+
+
+@_joint_softmax.defjvp
+def _joint_softmax_jvp(
+    primals: tuple[tuple[Array, ...]], tangents: tuple[tuple[Array, ...]]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """dw = w·(dl − Σ w·dl): nothing but the weights is kept for the backward pass."""
+    weights = _joint_softmax(*primals)
+    moved = [w * dl for w, dl in zip(weights, tangents[0], strict=True)]
+    mean = functools.reduce(jnp.add, [m.sum(axis=-1, keepdims=True) for m in moved])
+    return weights, tuple(m - w * mean for m, w in zip(moved, weights, strict=True))
 
 
 def attention_mask(valid: Bool[Array, "b t"], starts_block: Bool[Array, " t"]) -> Bool[Array, "b t t"]:
