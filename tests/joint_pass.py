@@ -17,33 +17,34 @@ def joint_pass(model: Pi0, observation: Observation, x_t: Array, time: Array) ->
     """Every intermediate that OpenPI's training pass has, under the names of the goldens."""
     config, llm = model.config, model.PaliGemma.llm
     prefix_tokens, prefix_mask = model.embed_prefix(observation)
-    suffix_tokens, cond = model.embed_suffix(jnp.asarray(observation.state), x_t[:, None], time[:, None])
-    suffix_mask = jnp.ones((prefix_mask.shape[0], suffix_tokens.shape[2]), bool)
+    state, actions, cond = model.embed_suffix(jnp.asarray(observation.state), x_t[:, None], time[:, None])
+    suffix_tokens = jnp.concatenate([state, actions[:, 0]], axis=1)
+    suffix_mask = jnp.ones(suffix_tokens.shape[:2], bool)
     mask = jnp.concatenate([prefix_mask, suffix_mask], axis=1)
     opens_block = [False] * prefix_mask.shape[1] + [True] * (1 if config.pi05 else 2)
     opens_block += [False] * (config.action_horizon - 1)
     attn_mask, positions = attention_mask(mask, jnp.array(opens_block)), token_positions(mask)
 
     split = prefix_mask.shape[1]
-    streams = [prefix_tokens[:, None].astype(llm.dtype), suffix_tokens.astype(llm.dtype)]
-    where = [positions[:, None, :split], positions[:, None, split:]]
+    streams = [prefix_tokens.astype(llm.dtype), suffix_tokens.astype(llm.dtype)]
+    where = [positions[:, :split], positions[:, split:]]
     conds = [None, cond]
     graph, stacked = nnx.split(llm.layers)
     for layer in range(config.vlm.depth):
         block: Block = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked))
         projected = [block.project(i, streams[i], where[i], conds[i]) for i in range(2)]
         qkv = zip(*(p[:3] for p in projected), strict=True)
-        q, k, v = (jnp.concatenate([prefix[:, 0], suffix[:, 0]], axis=1) for prefix, suffix in qkv)
-        attended = _attend(q, k, v, attn_mask)[:, None]
-        parts = [attended[:, :, :split], attended[:, :, split:]]
+        q, k, v = (jnp.concatenate(parts, axis=1) for parts in qkv)
+        attended = _attend(q, k, v, attn_mask)
+        parts = [attended[:, :split], attended[:, split:]]
         streams = [block.combine(i, streams[i], parts[i], projected[i][3], conds[i]) for i in range(2)]
 
-    prefix_out = llm.final_norm(streams[0], None)[0][:, 0]
-    suffix_out = llm.final_norm_1(streams[1], cond)[0][:, 0]
+    prefix_out = llm.final_norm(streams[0], None)[0]
+    suffix_out = llm.final_norm_1(streams[1], cond)[0]
     result = {
         "prefix_tokens": prefix_tokens,
         "prefix_mask": prefix_mask,
-        "suffix_tokens": suffix_tokens[:, 0],
+        "suffix_tokens": suffix_tokens,
         "suffix_mask": suffix_mask,
         "attn_mask": attn_mask,
         "positions": positions,

@@ -5,6 +5,7 @@ suffix runs against them, any number of times and for any number of candidates p
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +42,17 @@ class RmsNorm(nnx.Module):
         self.adaptive = adaptive
 
     def __call__(
-        self, x: Float[Array, "b n t d"], cond: Float[Array, "#b #n d"] | None
-    ) -> tuple[Float[Array, "b n t d"], Float[Array, "#b #n 1 d"] | None]:
+        self, x: Float[Array, "b t d"], cond: Float[Array, "b n d"] | None
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "b n 1 d"] | None]:
+        """With n conditions, each applies to an equal run of the tokens."""
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.reciprocal(jnp.sqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6))
         if not self.adaptive:
             return (normed * (1 + self.scale[...])).astype(x.dtype), None
         assert cond is not None
-        scale, shift, gate = jnp.split(self.Dense_0(cond)[..., None, :], 3, axis=-1)
-        return (normed * (1 + scale) + shift).astype(x.dtype), gate
+        scale, shift, gate = jnp.split(self.Dense_0(cond)[:, :, None], 3, axis=-1)
+        modulated = _in_runs(normed, cond.shape[1]) * (1 + scale) + shift
+        return modulated.reshape(x.shape).astype(x.dtype), gate
 
 
 class Attention(nnx.Module):
@@ -88,14 +91,11 @@ class Block(nnx.Module):
     def project(
         self,
         expert: int,
-        x: Float[Array, "b n t d"],
-        positions: Int[Array, "b 1 t"],
-        cond: Float[Array, "#b #n d"] | None = None,
+        x: Float[Array, "b t d"],
+        positions: Int[Array, "b t"],
+        cond: Float[Array, "b n d"] | None = None,
     ) -> tuple[
-        Float[Array, "b n t q h"],
-        Float[Array, "b n t k h"],
-        Float[Array, "b n t k h"],
-        Float[Array, "#b #n 1 d"] | None,
+        Float[Array, "b t q h"], Float[Array, "b t k h"], Float[Array, "b t k h"], Float[Array, "b n 1 d"] | None
     ]:
         """Queries, keys, values, and the gate of this half's residual."""
         normed, gate = getattr(self, expert_name("pre_attention_norm", expert))(x, cond)
@@ -106,11 +106,11 @@ class Block(nnx.Module):
     def combine(
         self,
         expert: int,
-        x: Float[Array, "b n t d"],
-        attended: Float[Array, "b n t q h"],
-        gate: Float[Array, "#b #n 1 d"] | None,
-        cond: Float[Array, "#b #n d"] | None = None,
-    ) -> Float[Array, "b n t d"]:
+        x: Float[Array, "b t d"],
+        attended: Float[Array, "b t q h"],
+        gate: Float[Array, "b n 1 d"] | None,
+        cond: Float[Array, "b n d"] | None = None,
+    ) -> Float[Array, "b t d"]:
         """The residual stream after attention and feed-forward."""
         out = getattr(self.attn, expert_name("attn_vec_einsum", expert))(attended)
         x = _residual(x, out, gate)
@@ -155,39 +155,49 @@ class Gemma(nnx.Module):
         self, tokens: Float[Array, "b t d"], mask: Bool[Array, "b t t"], positions: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t d"], KVCache]:
         """Run expert 0 over its tokens: their outputs, and the keys and values for whoever looks at them later."""
-        mask, positions = mask[:, None], positions[:, None]
 
-        def step(x: Array, block: Block, _: None) -> tuple[Array, tuple[Array, Array]]:
+        def step(x: Array, block: Block, _: None) -> tuple[Array, KVCache]:
             q, k, v, gate = block.project(0, x, positions)
-            attended = attend(q, (k, v, mask))
-            return block.combine(0, x, attended, gate), (k[:, 0], v[:, 0])
+            attended = attend(q[:, None], [(k, v, mask[:, None])])[:, 0]
+            return block.combine(0, x, attended, gate), KVCache(k, v)
 
-        x = tokens.astype(self.dtype)[:, None]
-        x, (keys, values) = scan_layers(step, self.layers, x, None, remat=self.remat)
-        out, _ = self.final_norm(x, None)
-        return out[:, 0], KVCache(keys, values)
+        x, cache = scan_layers(step, self.layers, tokens.astype(self.dtype), None, remat=self.remat)
+        return self.final_norm(x, None)[0], cache
 
     def suffix(
         self,
-        tokens: Float[Array, "b n s d"],
+        state: Float[Array, "b m d"],
+        actions: Float[Array, "b n h d"],
         cache: KVCache,
         *,
         prefix_mask: Bool[Array, "b t"],
-        suffix_mask: Bool[Array, "s s"],
-        positions: Int[Array, "b s"],
-        cond: Float[Array, "#b #n d"] | None,
-    ) -> Float[Array, "b n s d"]:
-        """Run expert 1 over n candidate suffixes per observation, all looking at the same cached prefix."""
-        positions, own_mask = positions[:, None], suffix_mask[None, None]
-        shared_mask = prefix_mask[:, None, None, :]  # every suffix token sees every real prefix token
+        cond: Float[Array, "b n d"] | None,
+    ) -> Float[Array, "b n h d"]:
+        """Run expert 1 over n candidate chunks per observation, all looking at the same cached prefix.
+
+        The state's tokens (π₀ has one, π₀.₅ none) see the prefix and themselves, so there is one set of them for all
+        candidates. Actions see the prefix, the state and their own candidate.
+        """
+        b, n, h, _ = actions.shape
+        m = state.shape[1]
+        first = prefix_mask.sum(axis=-1, keepdims=True)
+        positions = jnp.concatenate([first + jnp.arange(m), first + m + jnp.tile(jnp.arange(h), n)], axis=1)
+        visible = prefix_mask[:, None, None]
 
         def step(x: Array, block: Block, layer: KVCache) -> tuple[Array, None]:
             q, k, v, gate = block.project(1, x, positions, cond)
-            attended = attend(q, (k, v, own_mask), (layer.keys, layer.values, shared_mask))
+            prefix = (layer.keys, layer.values, visible)
+            of_state = (k[:, :m], v[:, :m], None)
+            own_q, own_k, own_v = (part[:, m:].reshape(b, n, h, *part.shape[2:]) for part in (q, k, v))
+            own = (own_k, own_v, None)
+            attended = attend(own_q, [own, prefix, of_state] if m else [own, prefix]).reshape(q[:, m:].shape)
+            if m:
+                attended = jnp.concatenate([attend(q[:, None, :m], [of_state, prefix])[:, 0], attended], axis=1)
             return block.combine(1, x, attended, gate, cond), None
 
-        x, _ = scan_layers(step, self.layers, tokens.astype(self.dtype), cache, remat=self.remat)
-        return self.final_norm_1(x, cond)[0]
+        x = jnp.concatenate([state, actions.reshape(b, n * h, -1)], axis=1).astype(self.dtype)
+        x, _ = scan_layers(step, self.layers, x, cache, remat=self.remat)
+        return self.final_norm_1(x[:, m:], cond)[0].reshape(actions.shape)
 
 
 def expert_name(name: str, expert: int) -> str:
@@ -195,29 +205,26 @@ def expert_name(name: str, expert: int) -> str:
     return name if expert == 0 else f"{name}_{expert}"
 
 
-Segment = tuple[Array, Array, Array]
-"""Keys, values, and a mask of who may look at them."""
+Segment = tuple[Array, Array, Array | None]
+"""Keys and values, `[b, n, t, k, h]` or `[b, t, k, h]` for all candidates alike, and who may look at them."""
 
 
-def attend(
-    q: Float[Array, "b n s q h"],
-    own: Segment,
-    shared: Segment | None = None,
-) -> Float[Array, "b n s q h"]:
-    """Attention over each candidate's own keys and, jointly, over keys that all n candidates share.
+def attend(q: Float[Array, "b n s q h"], segments: Sequence[Segment]) -> Float[Array, "b n s q h"]:
+    """Attention of n candidates over several segments of keys, jointly: softmax([q·k₁, q·k₂ …])·[v₁, v₂ …].
 
-    softmax([q·kₒ, q·kₛ])·[vₒ, vₛ], without ever laying the two side by side: the shared keys `[b, t, k, h]` are read
-    where they are, not copied n times. Masks broadcast against `[b, n, s, t]`.
+    The segments are never laid side by side, and one that the candidates share is read where it is, not copied n times.
+    Masks broadcast against `[b, n, s, t]`; None lets everybody look.
     """
     b, n, s, heads, dim = q.shape
-    kv_heads = own[0].shape[-2]
+    kv_heads = segments[0][0].shape[-2]
     # Key/value heads to the front, all queries of such a head side by side: plain batched matrix products.
     # With a single key/value head, as in every π₀, none of this moves a byte.
     q = jnp.moveaxis(q.reshape(b, n, s, kv_heads, -1, dim), 3, 1).reshape(b, kv_heads, n, -1, dim)
-    segments = [own] if shared is None else [own, shared]
 
-    def logits(keys: Array, mask: Array) -> Array:
+    def logits(keys: Array, mask: Array | None) -> Array:
         raw = _matmul(q, jnp.moveaxis(keys, -2, 1).mT)
+        if mask is None:
+            return raw
         by_head = raw.reshape(b, kv_heads, n, s, -1, raw.shape[-1])
         return jnp.where(mask[:, None, :, :, None], by_head, _MASKED).reshape(raw.shape)
 
@@ -226,9 +233,8 @@ def attend(
         _matmul(weight.astype(q.dtype), jnp.moveaxis(values, -2, 1))
         for weight, (_, values, _) in zip(weights, segments, strict=True)
     ]
-    attended = parts[0] if shared is None else parts[0] + parts[1]
-    by_head = attended.astype(q.dtype).reshape(b, kv_heads, n, s, -1, dim)
-    return jnp.moveaxis(by_head, 1, 3).reshape(b, n, s, heads, dim)
+    attended = functools.reduce(jnp.add, parts).astype(q.dtype).reshape(b, kv_heads, n, s, -1, dim)
+    return jnp.moveaxis(attended, 1, 3).reshape(b, n, s, heads, dim)
 
 
 def _matmul(x: Float[Array, "b k n q i"], matrix: Float[Array, "b k *n i o"]) -> Float[Array, "b k n q o"]:
@@ -269,7 +275,7 @@ def attention_mask(valid: Bool[Array, "b t"], starts_block: Bool[Array, " t"]) -
     return sees & valid[:, None, :] & valid[:, :, None]
 
 
-def rope(x: Float[Array, "b n t k h"], positions: Int[Array, "b 1 t"]) -> Float[Array, "b n t k h"]:
+def rope(x: Float[Array, "b t k h"], positions: Int[Array, "b t"]) -> Float[Array, "b t k h"]:
     """Rotary position embedding on the two halves of each head."""
     dim = x.shape[-1]
     timescale = _ROPE_BASE ** ((2.0 / dim) * jnp.arange(dim // 2, dtype=jnp.float32))
@@ -280,5 +286,11 @@ def rope(x: Float[Array, "b n t k h"], positions: Int[Array, "b 1 t"]) -> Float[
     return turned.astype(x.dtype)
 
 
-def _residual(x: Array, y: Array, gate: Array | None) -> Array:
-    return x + y if gate is None else x + y * gate
+def _residual(
+    x: Float[Array, "b t d"], y: Float[Array, "b t d"], gate: Float[Array, "b n 1 d"] | None
+) -> Float[Array, "b t d"]:
+    return x + (y if gate is None else (_in_runs(y, gate.shape[1]) * gate).reshape(y.shape))
+
+
+def _in_runs(x: Float[Array, "b t d"], n: int) -> Float[Array, "b n _ d"]:
+    return x.reshape(x.shape[0], n, -1, x.shape[-1])

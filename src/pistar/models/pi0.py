@@ -4,6 +4,7 @@ OpenPI's clock: t = 1 is noise, t = 0 is data. Q-chunking's runs the other way.
 """
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 
@@ -93,19 +94,13 @@ class Pi0(nnx.Module):
         state: Float[Array, "b a"],
     ) -> Float[Array, "b *n h a"]:
         """The flow's direction at (x_t, t), from data to noise."""
-        candidates = x_t if x_t.ndim == 4 else x_t[:, None]
-        time = time if x_t.ndim == 4 else time[:, None]
-        tokens, cond = self.embed_suffix(state, candidates, time)
-        positions = prefix.mask.sum(axis=-1, keepdims=True) + jnp.arange(tokens.shape[2])
-        out = self.PaliGemma.llm.suffix(
-            tokens,
-            prefix.cache,
-            prefix_mask=prefix.mask,
-            suffix_mask=self.suffix_mask(),
-            positions=positions,
-            cond=cond,
+        horizon, dim = x_t.shape[-2:]
+        batch = (x_t.shape[0], math.prod(x_t.shape[1:-2]))  # a lone chunk is one candidate
+        state_tokens, action_tokens, cond = self.embed_suffix(
+            state, x_t.reshape(*batch, horizon, dim), time.reshape(batch)
         )
-        velocity: Array = self.action_out_proj(out[:, :, -self.config.action_horizon :])
+        out = self.PaliGemma.llm.suffix(state_tokens, action_tokens, prefix.cache, prefix_mask=prefix.mask, cond=cond)
+        velocity: Array = self.action_out_proj(out)
         return velocity.reshape(x_t.shape)
 
     def flow_loss(
@@ -153,25 +148,22 @@ class Pi0(nnx.Module):
 
     def embed_suffix(
         self, state: Float[Array, "b a"], x_t: Float[Array, "b n h a"], time: Float[Array, "b n"]
-    ) -> tuple[Float[Array, "b n s d"], Float[Array, "b n d"] | None]:
-        """Tokens of n noisy chunks per observation; π₀.₅ takes time as the norms' condition, π₀ in the tokens."""
+    ) -> tuple[Float[Array, "b m d"], Float[Array, "b n h d"], Float[Array, "b n d"] | None]:
+        """Tokens of the state (π₀.₅ has none), of n noisy chunks, and what steers π₀.₅'s norms.
+
+        Time reaches π₀.₅ through the norms, π₀ through its action tokens.
+        """
         actions = self.action_in_proj(x_t)
         clock = time_embedding(time, actions.shape[-1])
         if self.config.pi05:
-            return actions, nnx.swish(self.time_mlp_out(nnx.swish(self.time_mlp_in(clock))))
-        clock = jnp.broadcast_to(clock[:, :, None], actions.shape)
-        mixed = nnx.swish(self.action_time_mlp_in(jnp.concatenate([actions, clock], axis=-1)))
-        actions = self.action_time_mlp_out(mixed)
-        state_token = jnp.broadcast_to(
-            self.state_proj(state)[:, None, None], (*actions.shape[:2], 1, actions.shape[-1])
-        )
-        return jnp.concatenate([state_token, actions], axis=2), None
-
-    def suffix_mask(self) -> Bool[Array, "s s"]:
-        """π₀'s state token does not look at the actions; the actions look at everything."""
-        horizon = self.config.action_horizon
-        opens = [True] + [False] * (horizon - 1) if self.config.pi05 else [True, True] + [False] * (horizon - 1)
-        return attention_mask(jnp.ones((1, len(opens)), bool), jnp.array(opens))[0]
+            nothing = jnp.zeros((state.shape[0], 0, actions.shape[-1]), actions.dtype)
+            return nothing, actions, nnx.swish(self.time_mlp_out(nnx.swish(self.time_mlp_in(clock))))
+        # [actions, clock]·W + b by halves: the clock is the same for a whole chunk.
+        mlp_in = self.action_time_mlp_in
+        assert mlp_in.bias is not None
+        for_actions, for_clock = jnp.split(mlp_in.kernel[...], 2)
+        mixed = actions @ for_actions + (clock @ for_clock + mlp_in.bias[...])[:, :, None]
+        return self.state_proj(state)[:, None], self.action_time_mlp_out(nnx.swish(mixed)), None
 
 
 def token_positions(mask: Bool[Array, "b t"]) -> Int[Array, "b t"]:
