@@ -55,6 +55,38 @@ def verify(
         raise UserError(f"{checkpoint}: {report.problems[0]}{more}")
 
 
+def demo(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    /,
+    robot: str,
+    tokenizer: str | None = None,
+    asset_id: str | None = None,
+    action_horizon: int | None = None,
+    out: Path = Path("demo"),
+) -> None:
+    """Load an OpenPI checkpoint, sample and draw action chunks, write it anew and compare.
+
+    Args:
+        checkpoint: A step folder of OpenPI's, or a .tar.gz of one.
+        robot: Whose data it was trained on: aloha, aloha_sim, libero, libero_delta, droid, droid_position.
+        tokenizer: PaliGemma's SentencePiece file, or "tiny" for pistar's own; found in OpenPI's cache if left out.
+        asset_id: Which norm stats to use, where the checkpoint has several.
+        action_horizon: Actions in a chunk, which no weight shows; OpenPI's 50 if left out.
+        out: Folder for the picture and the new checkpoint.
+    """
+    from pistar import demo as demonstration
+
+    demonstration.run(
+        checkpoint,
+        robot=robot,
+        tokenizer=tokenizer,
+        asset_id=asset_id,
+        action_horizon=action_horizon,
+        out=out,
+        console=Console(soft_wrap=True, highlight=False),
+    )
+
+
 def presets() -> None:
     """List the named model configurations."""
     from pistar.presets import MODELS
@@ -71,7 +103,7 @@ def presets() -> None:
     Console().print(table)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"verify": verify, "presets": presets}
+COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "verify": verify, "presets": presets}
 
 
 def main(args: Sequence[str] | None = None) -> None:

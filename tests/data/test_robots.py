@@ -21,6 +21,7 @@ from pistar.data.robots import (
     aloha_actions_from_model,
     aloha_actions_to_model,
     aloha_state_to_model,
+    example_observation,
     find_robot,
     input_transform,
     output_transform,
@@ -305,7 +306,7 @@ def test_every_missing_key_is_named_with_what_there_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"observation/state": np.zeros(7)}, "state has 7 dimensions but libero has 8"),
+        ({"observation/state": np.zeros(7)}, "observation/state has 7 dimensions but libero has 8"),
         ({"actions": np.zeros((2, 8))}, "actions has 8 dimensions but libero has 7"),
         ({"observation/image": np.zeros((4, 4, 4), np.uint8)}, r"observation/image has shape \(4, 4, 4\)"),
         ({"observation/image": np.zeros((3, 4), np.uint8)}, r"observation/image has shape \(3, 4\)"),
@@ -395,3 +396,17 @@ def test_actions_come_back_to_the_robot_as_they_went_in(name: str, norm: Norm) -
 def test_acting_needs_no_actions(aloha_data: Data) -> None:
     del aloha_data["actions"]
     assert "actions" not in model_input(ROBOTS["aloha"], "zscore", aloha_data)
+
+
+@pytest.mark.parametrize("name", ROBOTS)
+def test_the_example_observation_is_one_the_robot_understands(name: str) -> None:
+    robot = ROBOTS[name]
+    out = enter(robot, example_observation(robot, "wave", image_size=8))
+    assert out["state"].shape == (robot.state_dim,)
+    assert all(image.shape == (8, 8, 3) for image in out["image"].values())
+    assert [bool(mask) for mask in out["image_mask"].values()] == [path is not None for path in robot.cameras.values()]
+
+
+def test_a_gripper_may_come_as_a_bare_number() -> None:
+    data = droid_data() | {"observation/gripper_position": np.float32(0.5)}
+    np.testing.assert_array_equal(enter(ROBOTS["droid"], data)["state"], enter(ROBOTS["droid"], droid_data())["state"])

@@ -48,16 +48,18 @@ def test_resized_bytes_equal_openpis(misc: dict[str, np.ndarray], height: int, w
     ours = RESIZE(jnp.asarray(misc["resize/in_u8"]), height, width)
     expected = misc[f"resize/jax_u8_{height}x{width}"]
     assert ours.dtype == jnp.uint8
-    # Where the interpolated value is a half, another version of XLA rounds to the other side.
-    differ = np.asarray(ours).astype(int) - expected
-    assert np.abs(differ).max() <= 1
-    assert (differ != 0).mean() < 0.002
+    # Interpolation gives many halves, and which way those round is in the last bit: compare before rounding.
+    unrounded = (misc[f"resize/jax_f32_{height}x{width}"].astype(np.float64) + 1) / 2 * 255
+    off = np.asarray(ours) != expected
+    np.testing.assert_allclose(np.abs(unrounded[off] - np.floor(unrounded[off])), 0.5, atol=1e-4)
+    assert np.abs(np.asarray(ours).astype(int) - expected).max() <= 1
+    assert off.mean() < 0.02
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_resized_floats_equal_openpis(misc: dict[str, np.ndarray], height: int, width: int) -> None:
     floats = to_float(jnp.asarray(misc["resize/in_u8"]))
-    np.testing.assert_allclose(RESIZE(floats, height, width), misc[f"resize/jax_f32_{height}x{width}"], atol=1e-6)
+    np.testing.assert_allclose(RESIZE(floats, height, width), misc[f"resize/jax_f32_{height}x{width}"], atol=2e-6)
 
 
 def test_a_single_picture_resizes_like_a_batch() -> None:

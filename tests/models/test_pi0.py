@@ -477,3 +477,12 @@ def test_a_picture_of_another_size_is_resized_on_the_device() -> None:
     # Antialiased shrinking blurs a little over the doubled pixels; the picture is the same one.
     similarity = jnp.vdot(resized, as_is) / (jnp.linalg.norm(resized) * jnp.linalg.norm(as_is))
     assert similarity > 0.98
+
+
+def test_only_the_named_parameters_are_drawn(fresh: tuple[Pi0Config, dict[str, Array]]) -> None:
+    config, everything = fresh
+    names = tuple(name for name in everything if "q_einsum_1/lora" in name)
+    some = init_params(config, jax.random.key(0), names)
+    assert set(some) == set(names)
+    for name in names:
+        np.testing.assert_array_equal(some[name], everything[name])

@@ -44,10 +44,9 @@ class Robot:
     """What the data of one kind of robot looks like."""
 
     name: str
-    state_dim: int
     action_dim: int
-    state_keys: tuple[str, ...]
-    """Slash paths in its observation that, put end to end, are its state."""
+    state_keys: Mapping[str, int]
+    """Slash paths in its observation that, put end to end, are its state, and how many numbers each has."""
     cameras: Mapping[str, str | None]
     """From the model's cameras to slash paths in its observation; None where it has no such camera."""
     optional_cameras: tuple[str, ...] = ()
@@ -61,6 +60,11 @@ class Robot:
     state_to_model: Callable[[Joints], Joints] = _unchanged
     actions_to_model: Callable[[Joints], Joints] = _unchanged
     actions_from_model: Callable[[Joints], Joints] = _unchanged
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers in its state."""
+        return sum(self.state_keys.values())
 
     @property
     def inputs(self) -> tuple[Transform, ...]:
@@ -83,8 +87,7 @@ class RobotInputs:
 
     def __call__(self, data: Data) -> Data:
         flat, robot = flatten(data), self.robot
-        state = np.concatenate([self._joints(flat, key) for key in robot.state_keys], axis=-1)
-        self._check_dim("state", state, robot.state_dim)
+        state = np.concatenate([self._joints(flat, key, dim) for key, dim in robot.state_keys.items()], axis=-1)
         images = {slot: self._image(flat, path) for slot, path in robot.cameras.items()}
         black = np.zeros_like(next(image for image in images.values() if image is not None))
         out: Data = {
@@ -93,25 +96,21 @@ class RobotInputs:
             "state": robot.state_to_model(state),
         }
         if "actions" in flat:
-            actions = self._joints(flat, "actions")
-            self._check_dim("actions", actions, robot.action_dim)
-            out["actions"] = robot.actions_to_model(actions)
+            out["actions"] = robot.actions_to_model(self._joints(flat, "actions", robot.action_dim))
         if "prompt" in flat:
             out["prompt"] = flat["prompt"]
         return out
 
-    def _joints(self, flat: Data, path: str) -> Joints:
+    def _joints(self, flat: Data, path: str, dim: int) -> Joints:
         if path not in flat:
             raise self._missing(flat, path)
-        joints = np.asarray(flat[path])
-        return joints if np.issubdtype(joints.dtype, np.floating) else joints.astype(np.float64)
-
-    def _check_dim(self, key: str, joints: Joints, dim: int) -> None:
+        joints = np.atleast_1d(flat[path])  # a lone gripper may come as a bare number
         if joints.shape[-1] != dim:
             raise UserError(
-                f"{key} has {joints.shape[-1]} dimensions but {self.robot.name} has {dim}; "
+                f"{path} has {joints.shape[-1]} dimensions but {self.robot.name} has {dim}; "
                 f"choose the right robot (there are {', '.join(ROBOTS)}) or fix the data."
             )
+        return joints if np.issubdtype(joints.dtype, np.floating) else joints.astype(np.float64)
 
     def _image(self, flat: Data, path: str | None) -> UInt8[np.ndarray, "*b h w 3"] | None:
         if path is None:
@@ -227,9 +226,8 @@ def aloha(name: str = "aloha", *, adapt_to_pi: bool = True, delta: bool = True, 
     }
     return Robot(
         name=name,
-        state_dim=14,
         action_dim=14,
-        state_keys=("state",),
+        state_keys={"state": 14},
         cameras=dict(zip(CAMERAS, ("images/cam_high", "images/cam_left_wrist", "images/cam_right_wrist"), strict=True)),
         optional_cameras=("images/cam_left_wrist", "images/cam_right_wrist"),
         unused_cameras=("images/cam_low",),
@@ -241,9 +239,8 @@ def aloha(name: str = "aloha", *, adapt_to_pi: bool = True, delta: bool = True, 
 
 _LIBERO = Robot(
     name="libero",
-    state_dim=8,
     action_dim=7,
-    state_keys=("observation/state",),
+    state_keys={"observation/state": 8},
     cameras=dict(zip(CAMERAS, ("observation/image", "observation/wrist_image", None), strict=True)),
     repack={
         "observation/image": "image",
@@ -256,9 +253,8 @@ _LIBERO = Robot(
 
 _DROID = Robot(
     name="droid",
-    state_dim=8,
     action_dim=8,
-    state_keys=("observation/joint_position", "observation/gripper_position"),
+    state_keys={"observation/joint_position": 7, "observation/gripper_position": 1},
     cameras=dict(
         zip(CAMERAS, ("observation/exterior_image_1_left", "observation/wrist_image_left", None), strict=True)
     ),
@@ -298,6 +294,17 @@ def find_robot(name: str) -> Robot:
         near = difflib.get_close_matches(name.lower(), ROBOTS, n=1) or list(ROBOTS)
         raise UserError(f"There is no robot {name!r}; try {', '.join(near)}.")
     return ROBOTS[name]
+
+
+def example_observation(robot: Robot, prompt: str, *, image_size: int = 224) -> Data:
+    """What the robot might send: at rest, in front of cameras that see a test card."""
+    ramp = np.linspace(0, 255, image_size, dtype=np.uint8)
+    card = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None, :], np.uint8(128)), axis=-1)
+    return {
+        **{path: np.zeros(dim) for path, dim in robot.state_keys.items()},
+        **{path: card for path in robot.cameras.values() if path is not None},
+        "prompt": prompt,
+    }
 
 
 def input_transform(

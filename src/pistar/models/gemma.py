@@ -24,10 +24,10 @@ _ROPE_BASE = 10_000.0
 
 @pytree
 class KVCache:
-    """Keys and values of every layer, `[layer, batch, token, head, dim]`."""
+    """Keys and values of one layer, or of all of them stacked in front."""
 
-    keys: Float[Array, "l b t k h"]
-    values: Float[Array, "l b t k h"]
+    keys: Float[Array, "*l b t k h"]
+    values: Float[Array, "*l b t k h"]
 
 
 class RmsNorm(nnx.Module):

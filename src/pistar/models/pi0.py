@@ -209,10 +209,11 @@ def param_shapes(config: Pi0Config) -> dict[str, jax.ShapeDtypeStruct]:
     return shapes
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def init_params(config: Pi0Config, key: PRNGKeyArray) -> Params:
-    """Fresh parameters, distributed as OpenPI's."""
-    return {name: leaf[...] for name, leaf in _by_name(Pi0(config, nnx.Rngs(key))).items()}
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def init_params(config: Pi0Config, key: PRNGKeyArray, only: tuple[str, ...] | None = None) -> Params:
+    """Fresh parameters, distributed as OpenPI's; of all of them, or only of those named (nothing else is computed)."""
+    fresh = _by_name(Pi0(config, nnx.Rngs(key)))
+    return {name: leaf[...] for name, leaf in fresh.items() if only is None or name in only}
 
 
 def bind(config: Pi0Config, params: Mapping[str, Array]) -> Pi0:

@@ -1,0 +1,61 @@
+"""Pictures as SVG text: no plotting library, and a page can carry them inside itself."""
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+import numpy as np
+from jaxtyping import Float
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d5d5d", "#b8860b")
+"""Okabe and Ito's, told apart by colour-blind readers too."""
+_WIDTH, _HEIGHT, _GAP = 200, 110, 16
+_LEFT, _TOP = 40, 22
+
+
+def small_multiples(panels: Mapping[str, Float[np.ndarray, "lines points"]], *, title: str, columns: int = 4) -> str:
+    """One small chart per name, each with its own scale and a line per row of its array."""
+    rows = math.ceil(len(panels) / columns)
+    width = columns * (_WIDTH + _LEFT + _GAP) + _GAP
+    height = 56 + rows * (_HEIGHT + _TOP + 2 * _GAP) + _GAP
+    drawn = [
+        _panel(
+            name,
+            lines,
+            x=_GAP + (i % columns) * (_WIDTH + _LEFT + _GAP) + _LEFT,
+            y=56 + (i // columns) * (_HEIGHT + _TOP + 2 * _GAP) + _TOP,
+        )
+        for i, (name, lines) in enumerate(panels.items())
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="11" fill="#222">'
+        f'<rect width="100%" height="100%" fill="#fff"/>'
+        f'<text x="{_GAP}" y="30" font-size="16">{escape(title)}</text>' + "".join(drawn) + "</svg>\n"
+    )
+
+
+def _panel(name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int) -> str:
+    low, high = float(lines.min()), float(lines.max())
+    margin = 0.05 * (high - low) or 0.5  # a constant line lies in the middle
+    low, high = low - margin, high + margin
+    points = lines.shape[1]
+
+    def place(step: int, value: float) -> str:
+        across = step / max(points - 1, 1) * _WIDTH
+        down = (high - value) / (high - low) * _HEIGHT
+        return f"{x + across:.1f},{y + down:.1f}"
+
+    drawn = "".join(
+        f'<polyline fill="none" stroke="{_COLOURS[i % len(_COLOURS)]}" stroke-width="1.5" '
+        f'points="{" ".join(place(step, float(value)) for step, value in enumerate(line))}"/>'
+        for i, line in enumerate(lines)
+    )
+    return (
+        f'<text x="{x}" y="{y - 6}">{escape(name)}</text>'
+        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#ccc"/>'
+        f'<text x="{x - 4}" y="{y + 9}" text-anchor="end" fill="#666">{high:.3g}</text>'
+        f'<text x="{x - 4}" y="{y + _HEIGHT}" text-anchor="end" fill="#666">{low:.3g}</text>'
+        f'<text x="{x}" y="{y + _HEIGHT + 12}" fill="#666">0</text>'
+        f'<text x="{x + _WIDTH}" y="{y + _HEIGHT + 12}" text-anchor="end" fill="#666">step {points - 1}</text>' + drawn
+    )

@@ -1,0 +1,45 @@
+"""Charts are well-formed SVG and put their lines where the numbers say."""
+
+import xml.etree.ElementTree as ET
+
+import numpy as np
+
+from pistar.report.charts import small_multiples
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def polylines(svg: str) -> list[np.ndarray]:
+    return [
+        np.array([[float(v) for v in point.split(",")] for point in line.attrib["points"].split()])
+        for line in ET.fromstring(svg).iter(f"{SVG}polyline")
+    ]
+
+
+def test_every_row_of_every_panel_becomes_a_line() -> None:
+    svg = small_multiples({"a": np.zeros((2, 5)), "b": np.ones((3, 4))}, title="t")
+    assert [len(line) for line in polylines(svg)] == [5, 5, 4, 4, 4]
+
+
+def test_larger_values_are_drawn_higher_and_later_steps_further_right() -> None:
+    (line,) = polylines(small_multiples({"rising": np.array([[0.0, 1.0, 2.0]])}, title="t"))
+    assert (np.diff(line[:, 0]) > 0).all()
+    assert (np.diff(line[:, 1]) < 0).all()
+
+
+def test_a_constant_line_lies_in_the_middle_of_its_panel() -> None:
+    svg = small_multiples({"flat": np.full((1, 3), 7.0)}, title="t")
+    frame = next(r for r in ET.fromstring(svg).iter(f"{SVG}rect") if r.attrib.get("stroke"))
+    middle = float(frame.attrib["y"]) + float(frame.attrib["height"]) / 2
+    np.testing.assert_allclose(polylines(svg)[0][:, 1], middle, atol=0.1)
+
+
+def test_a_single_point_does_not_divide_by_zero() -> None:
+    assert len(polylines(small_multiples({"one": np.ones((1, 1))}, title="t"))) == 1
+
+
+def test_names_with_markup_are_escaped() -> None:
+    svg = small_multiples({"<b>&": np.zeros((1, 2))}, title="a < b")
+    texts = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert "<b>&" in texts
+    assert "a < b" in texts

@@ -1,0 +1,44 @@
+"""Bad values die at birth, in one line with value, reason and remedy."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from pistar.config import GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
+from pistar.errors import UserError
+from pistar.presets import MODELS
+
+TINY = MODELS["pi0_tiny"]
+
+
+def tiny(**changes: object) -> Callable[[], Pi0Config]:
+    return lambda: dataclasses.replace(TINY, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: LoraConfig(rank=0, alpha=1.0), "lora.rank is 0; .* at least rank 1"),
+        (lambda: GemmaConfig(8, 1, 8, num_heads=6, num_kv_heads=4, head_dim=2), "num_heads is 6, .* 4 key/value heads"),
+        (lambda: GemmaConfig(8, 1, 8, num_heads=2, num_kv_heads=1, head_dim=3), "head_dim is 3; .* even"),
+        (lambda: SiglipConfig(10, 1, 8, num_heads=4, patch_size=14), "vision.width is 10, not divisible .* 4"),
+        (tiny(expert=dataclasses.replace(TINY.expert, depth=5)), "expert.depth is 5 but vlm.depth is 3"),
+        (tiny(expert=dataclasses.replace(TINY.expert, width=33)), "expert.width is 33; .* even width"),
+        (tiny(image_size=60), "image_size is 60, not a multiple .* 14; use 56"),
+        (tiny(action_horizon=0), "action_horizon is 0; it must be at least 1"),
+        (tiny(action_dim=-1), "action_dim is -1; it must be at least 1"),
+        (tiny(cameras=()), "cameras is empty; .* at least one camera"),
+    ],
+)
+def test_a_bad_value_is_refused_at_birth(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_presets_have_openpis_lengths() -> None:
+    assert (MODELS["pi0"].max_token_len, MODELS["pi05"].max_token_len) == (48, 200)
+    assert {config.action_horizon for name, config in MODELS.items() if "tiny" not in name} == {50}
+    assert MODELS["pi05_lora"].model_type == "pi05"
+    assert MODELS["pi0"].image_tokens == 256

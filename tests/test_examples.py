@@ -1,0 +1,37 @@
+"""The examples and benchmarks run as their first lines say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import goldens
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_sample_actions() -> None:
+    archive = str(goldens.OPENPI / "openpi_ckpt_pi05_tiny.tar.gz")
+    out = run("examples/sample_actions.py", archive, "aloha", "--horizon", "10", "--tokenizer", "tiny")
+    assert "4 candidates of 10 actions with 14 numbers each" in out
+
+
+def test_prefix_sharing_ends_in_a_json_line_and_keeps_its_promises() -> None:
+    result = json.loads(run("benchmarks/prefix_sharing.py").splitlines()[-1])
+    assert result["speedup_n8"] > 2  # 4 and more on a quiet machine
+    assert result["flops_n8_over_n1_full"] <= 1.6
+    assert result["cost_n32_over_n1"] > 1
+
+
+def test_train_step_ends_in_a_json_line() -> None:
+    result = json.loads(
+        run("benchmarks/train_step.py", "--batch", "2", "--steps", "2", "--rounds", "1").splitlines()[-1]
+    )
+    assert result["cpu_s"] > 0
+    assert {"over_gradient_alone", "over_remat_full"} <= set(result)

@@ -1,0 +1,82 @@
+"""The house rules that a machine can check: lint, types, one-way imports, no lost addresses."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "pistar"
+
+MAY_IMPORT = {
+    "errors": set(),
+    "types": set(),
+    "config": {"errors"},
+    "presets": {"config"},
+    "models": {"types", "config", "errors"},
+    "agents": {"models", "types", "config", "errors"},
+    "data": {"types", "config", "errors"},
+    "report": {"types"},
+    "training": {"agents", "models", "data", "types", "config", "errors"},
+    "demo": {"training", "data", "report", "errors"},
+    "cli": {"demo", "training", "presets", "errors"},
+}
+"""Every room, and the rooms it may look into besides itself."""
+
+
+def room(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" if node.module == "pistar" else node.module for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        rooms |= {name.split(".")[1] for name in names if name.startswith("pistar.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        assert imported_rooms(path) == set()
+        return
+    forbidden = imported_rooms(path) - MAY_IMPORT[here] - {here}
+    assert not forbidden, f"{here} may not import {forbidden}"
+
+
+def test_the_import_check_sees_a_turned_arrow() -> None:
+    assert imported_rooms(SOURCE / "training" / "policy.py") >= {"models", "data"}
+
+
+@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
+def test_lint_and_types_are_clean(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_only_models_know_openpis_parameter_names() -> None:
+    strangers = [
+        str(path.relative_to(ROOT))
+        for path in SOURCE.rglob("*.py")
+        if room(path) != "models" and re.search(r"\bPaliGemma/|q_einsum|_proj/", path.read_text())
+    ]
+    assert strangers == []
+
+
+def test_the_lock_pins_every_package_and_names_no_address() -> None:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert lines
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9._-]+==[^ /]+( ; .*)?", line)] == []
