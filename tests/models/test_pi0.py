@@ -313,7 +313,7 @@ def test_time_embedding_is_openpis(width: int) -> None:
 
 @pytest.mark.parametrize("name", goldens.CASES)
 def test_bfloat16_stays_within_openpis_own_noise(name: str) -> None:
-    """OpenPI computed each loss twice, by programs that differ by up to 1.2e-2; we may be no further from the nearer."""
+    """OpenPI computed each loss twice, by programs 1.2e-2 apart at most; we may be no further from the nearer one."""
     theirs = dict(goldens.arrays(f"outputs_{name}_bfloat16"))
     exact = goldens.arrays(f"outputs_{name}_float32")
     config = dataclasses.replace(goldens.config(name), dtype="bfloat16")
