@@ -14,7 +14,12 @@ from jaxtyping import install_import_hook
 
 install_import_hook("pistar", "beartype.beartype")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# The same examples in every run, however slow the machine is at the moment.
+hypothesis.settings.register_profile("pistar", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("pistar")
 
 OPENPI = Path(__file__).parent / "fixtures" / "openpi"
 
