@@ -14,7 +14,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
-	rm -rf demo
+	rm -rf demo/checkpoint
 	$(BIN)/pistar demo tests/fixtures/openpi/openpi_ckpt_pi0_tiny.tar.gz --robot aloha --action-horizon 10 --tokenizer tiny --out demo
 
 test: setup

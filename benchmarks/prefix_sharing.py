@@ -112,6 +112,7 @@ def main() -> None:
         "flops_n8_over_n1_full": round(sample_flops(FULL, 8) / one, 2),
         "flops_n32_over_n1_full": round(sample_flops(FULL, 32) / one, 2),
         "flops_n1_full": one,
+        "flops_n8_full": sample_flops(FULL, 8),
         **{f"prefix_over_suffix_{name}": round(share, 1) for name, share in shares.items()},
     }
     print(json.dumps(result))

@@ -13,6 +13,7 @@ import argparse
 import numpy as np
 
 from pistar.data.robots import example_observation, find_robot
+from pistar.errors import UserError
 from pistar.training.policy import load_policy
 
 
@@ -25,7 +26,10 @@ def main() -> None:
     parser.add_argument("--tokenizer")
     args = parser.parse_args()
 
-    policy = load_policy(args.checkpoint, robot=args.robot, action_horizon=args.horizon, tokenizer=args.tokenizer)
+    try:
+        policy = load_policy(args.checkpoint, robot=args.robot, action_horizon=args.horizon, tokenizer=args.tokenizer)
+    except UserError as error:
+        parser.error(str(error))
     observation = example_observation(find_robot(args.robot), "fold the towel")  # yours: the robot's own dictionary
     (chunks,) = policy.act([observation], policy.draw_noise(0, 1, 4))
     print(f"{chunks.shape[0]} candidates of {chunks.shape[1]} actions with {chunks.shape[2]} numbers each")

@@ -69,3 +69,9 @@ def test_the_command_line_is_the_default_argument(
     monkeypatch.setattr(sys, "argv", ["pistar", "--version"])
     cli.main()
     assert capsys.readouterr().out.startswith("pistar ")
+
+
+def test_a_misspelt_command_answers_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["verfy", "x"])
+    assert capsys.readouterr().err == "error: there is no command 'verfy'; try verify.\n"

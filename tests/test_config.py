@@ -26,8 +26,10 @@ def tiny(**changes: object) -> Callable[[], Pi0Config]:
         (tiny(expert=dataclasses.replace(TINY.expert, depth=5)), "expert.depth is 5 but vlm.depth is 3"),
         (tiny(expert=dataclasses.replace(TINY.expert, width=33)), "expert.width is 33; .* even width"),
         (tiny(image_size=60), "image_size is 60, not a multiple .* 14; use 56"),
-        (tiny(action_horizon=0), "action_horizon is 0; it must be at least 1"),
-        (tiny(action_dim=-1), "action_dim is -1; it must be at least 1"),
+        (tiny(action_horizon=0), "action_horizon is 0; a size is a whole number of at least 1"),
+        (tiny(action_dim=-1), "action_dim is -1; a size"),
+        (lambda: LoraConfig(rank=1, alpha=float("nan")), "lora.alpha is nan; .* positive"),
+        (lambda: GemmaConfig(8, 1, 8, num_heads=2, num_kv_heads=0, head_dim=2), "num_kv_heads is 0; a size"),
         (tiny(cameras=()), "cameras is empty; .* at least one camera"),
     ],
 )

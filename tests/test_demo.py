@@ -43,3 +43,27 @@ def test_demo_of_a_full_size_vocabulary_needs_paligemmas_tokenizer(
     error = capsys.readouterr().err
     assert "No PaliGemma tokenizer" in error
     assert error.count("\n") == 1
+
+
+def test_demo_of_a_checkpoint_with_a_contract_needs_nothing_and_keeps_it(tmp_path: Path) -> None:
+    main(["demo", ARCHIVE, *OPTIONS, "--out", str(tmp_path / "first")])
+    first = tmp_path / "first" / "checkpoint" / "0"
+    main(["demo", str(first), "--out", str(tmp_path / "second")])
+    second = tmp_path / "second" / "checkpoint" / "0"
+    assert (second / "contract.json").read_text() == (first / "contract.json").read_text()
+
+
+def test_demo_that_cannot_start_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["demo", ARCHIVE, "--robot", "alohha", "--out", str(tmp_path / "demo")])
+    assert "There is no robot 'alohha'; try aloha" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+def test_demo_into_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="1"):
+        main(["demo", ARCHIVE, *OPTIONS, "--out", str(tmp_path / "file")])
+    error = capsys.readouterr().err
+    assert "check the path and its permissions" in error
+    assert error.count("\n") == 1

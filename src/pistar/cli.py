@@ -1,5 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `pistar --help` is instant."""
 
+import difflib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ def verify(
     """Tell what a checkpoint is, from its weights and assets, and check all of it.
 
     Args:
-        checkpoint: A step folder, its params folder, or a .tar.gz of either.
+        checkpoint: A step folder, its params folder (what lies beside it is checked too), or a .tar.gz of either.
         model_type: Fail unless it is this model.
         action_dim: Fail unless its padded actions have this many numbers.
         tokenizer: Fail unless this SentencePiece file ("tiny": pistar's own) is what it was trained with.
@@ -47,31 +48,35 @@ def verify(
     for name, value in report.facts.items():
         facts.add_row(name, Text(value))
     for check in report.checks:
-        mark = Text("✗", "red") if check.problems else Text("✓", "green")
+        mark = Text("✗", "red") if check.problems else Text("·") if check.absent else Text("✓", "green")
         checks.add_row(mark, check.name, Text("\n".join(check.problems) or check.detail))
     Console().print(facts, checks)
     if report.problems:
         more = f" (and {len(report.problems) - 1} more above)" if len(report.problems) > 1 else ""
         raise UserError(f"{checkpoint}: {report.problems[0]}{more}")
+    Console().print("Whole and sound.")
 
 
 def demo(
     checkpoint: Annotated[Path, tyro.conf.Positional],
     /,
-    robot: str,
+    robot: str | None = None,
     tokenizer: str | None = None,
     asset_id: str | None = None,
     action_horizon: int | None = None,
+    prompt_format: Literal["pi0", "pi05"] | None = None,
     out: Path = Path("demo"),
 ) -> None:
     """Load an OpenPI checkpoint, sample and draw action chunks, write it anew and compare.
 
     Args:
         checkpoint: A step folder of OpenPI's, or a .tar.gz of one.
-        robot: Whose data it was trained on: aloha, aloha_sim, libero, libero_delta, droid, droid_position.
+        robot: Whose data it was trained on: aloha, aloha_sim, libero, libero_delta, droid, droid_position. A checkpoint
+            with a contract says so itself.
         tokenizer: PaliGemma's SentencePiece file, or "tiny" for pistar's own; found in OpenPI's cache if left out.
         asset_id: Which norm stats to use, where the checkpoint has several.
         action_horizon: Actions in a chunk, which no weight shows; OpenPI's 50 if left out.
+        prompt_format: pi05 writes the state into the prompt; the model's own if left out.
         out: Folder for the picture and the new checkpoint.
     """
     from pistar import demo as demonstration
@@ -82,6 +87,7 @@ def demo(
         tokenizer=tokenizer,
         asset_id=asset_id,
         action_horizon=action_horizon,
+        prompt_format=prompt_format,
         out=out,
         console=Console(soft_wrap=True, highlight=False),
     )
@@ -113,9 +119,14 @@ def main(args: Sequence[str] | None = None) -> None:
         Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)
         return
     try:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1) or list(COMMANDS)
+            raise UserError(f"there is no command {args[0]!r}; try {', '.join(near)}.")
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="pistar", description="Make a π₀ policy that imitates one that succeeds.", args=args
         )
-    except UserError as error:
+    except (UserError, PermissionError, FileExistsError, NotADirectoryError) as error:
+        if isinstance(error, OSError):
+            error = UserError(f"{error.filename}: {error.strerror}; check the path and its permissions.")
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
         sys.exit(1)

@@ -1,6 +1,7 @@
 """Frozen configuration, validated at birth: a bad value dies here, with its reason and remedy."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from pistar.errors import UserError
@@ -10,6 +11,13 @@ DType = Literal["float32", "bfloat16"]
 
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 """The cameras π₀ was pre-trained with, in the order of its prefix tokens."""
+
+
+def _check_sizes(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{name} is {value!r}; a size is a whole number of at least 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +31,10 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError(f"lora.rank is {self.rank}; an adapter needs at least rank 1 (OpenPI uses 16 and 32).")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(
+                f"lora.alpha is {self.alpha}; it scales the adapter, use a positive number (OpenPI: the rank)."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +51,7 @@ class GemmaConfig:
     """None trains the weights themselves."""
 
     def __post_init__(self) -> None:
+        _check_sizes(self, "width", "depth", "mlp_dim", "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads is {self.num_heads}, which {self.num_kv_heads} key/value heads cannot share evenly; "
@@ -59,6 +72,7 @@ class SiglipConfig:
     patch_size: int
 
     def __post_init__(self) -> None:
+        _check_sizes(self, "width", "depth", "mlp_dim", "num_heads", "patch_size")
         if self.width % self.num_heads:
             raise UserError(
                 f"vision.width is {self.width}, not divisible by vision.num_heads {self.num_heads}; "
@@ -91,6 +105,7 @@ class Pi0Config:
     """What a transformer block recomputes in the backward pass: nothing, all but its matrix products, everything."""
 
     def __post_init__(self) -> None:
+        _check_sizes(self, "action_dim", "action_horizon", "max_token_len", "vocab_size", "image_size")
         shared = ("depth", "num_heads", "num_kv_heads", "head_dim")
         for name in shared:
             ours, theirs = getattr(self.vlm, name), getattr(self.expert, name)
@@ -104,9 +119,6 @@ class Pi0Config:
                 f"image_size is {self.image_size}, not a multiple of vision.patch_size {self.vision.patch_size}; "
                 f"use {self.image_size // self.vision.patch_size * self.vision.patch_size}."
             )
-        for name in ("action_dim", "action_horizon", "max_token_len", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.expert.width % 2:
             raise UserError(f"expert.width is {self.expert.width}; the time embedding needs an even width.")
         if not self.cameras:

@@ -12,20 +12,18 @@ from jaxtyping import Array
 
 from pistar.agents.estimators import ema
 from pistar.agents.flow_bc import FlowBC, FlowBCState, weighted_flow_loss
+from pistar.models.images import augment, to_float
 from pistar.models.pi0 import bind, draw_noise_and_time, is_frozen
 from pistar.types import PolicyBatch
 
 import goldens
 
+WEIGHT = jnp.array([2.0, 0.5, 1.0])
+VALID = jnp.ones((3, 10), bool).at[0, 6:].set(False)
 
-def batch(weight: float = 1.0) -> PolicyBatch:
-    actions = goldens.chunk("actions")
-    return PolicyBatch(
-        observations=goldens.observation(),
-        actions=actions,
-        valid=jnp.ones(actions.shape[:2], bool),
-        weight=jnp.full(actions.shape[0], weight),
-    )
+
+def batch() -> PolicyBatch:
+    return PolicyBatch(goldens.observation(), goldens.chunk("actions"), valid=VALID, weight=WEIGHT)
 
 
 def test_loss_counts_only_valid_steps_and_multiplies_by_the_weight() -> None:
@@ -70,16 +68,24 @@ def test_updates_on_one_batch_bring_its_loss_down(case: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.parametrize("case", ["pi0_tiny_lora", "pi05_tiny"])
 @pytest.mark.xdist_group("flow_bc")
-def test_first_loss_is_the_models_own_on_the_keys_draws() -> None:
-    noise, time = draw_noise_and_time(jax.random.key(0), goldens.chunk("actions").shape)
+def test_first_loss_is_the_models_own_weighted_on_the_keys_draws_and_augmented_pictures(case: str) -> None:
+    agent, start = run(case).agent, run(case).start
+    key = jax.random.key(0)
+    noise, time = draw_noise_and_time(key, goldens.chunk("actions").shape)
+    observation = goldens.observation()
+    if agent.augmentation:
+        images = {name: to_float(jnp.asarray(image)) for name, image in observation.images.items()}
+        observation = dataclasses.replace(observation, images=augment(jax.random.split(key, 3)[0], images))
 
     @jax.jit
     def loss(params: dict[str, Array]) -> Array:
-        model = bind(goldens.config("pi05_tiny"), params)
-        return model.flow_loss(model.encode(goldens.observation()), goldens.chunk("actions"), noise, time).mean()
+        model = bind(agent.config, params)
+        each = model.flow_loss(model.encode(observation), goldens.chunk("actions"), noise, time)
+        return (each * VALID * WEIGHT[:, None]).sum() / VALID.sum()
 
-    np.testing.assert_allclose(run("pi05_tiny").losses[0], loss(goldens.params("pi05_tiny")), rtol=1e-5)
+    np.testing.assert_allclose(run(case).losses[0], loss(start.trained | start.frozen), rtol=1e-5)
 
 
 @pytest.mark.xdist_group("flow_bc")
@@ -113,6 +119,9 @@ def test_acting_gives_a_chunk_of_the_models_shape_from_the_key_alone() -> None:
     act = jax.jit(trained.agent.act)
     chunk = act(trained.states[-1], goldens.observation(), jax.random.key(1))
     assert chunk.shape == (3, 10, 32)
+    model = bind(trained.agent.config, trained.agent.policy_params(trained.states[-1]))
+    served = model.sample(model.encode(goldens.observation()), jax.random.normal(jax.random.key(1), (3, 10, 32)))
+    np.testing.assert_allclose(chunk, served, atol=1e-4)
     np.testing.assert_array_equal(chunk, act(trained.states[-1], goldens.observation(), jax.random.key(1)))
 
 

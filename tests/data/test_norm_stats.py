@@ -263,3 +263,11 @@ def test_nested_statistics_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"norm_stats": {"state": entry, "actions": entry}}))
     with pytest.raises(UserError, match=r"state\.mean has shape \(2, 1\)"):
         check_norm_stats(load_norm_stats(path), "zscore")
+
+
+def test_stats_cover_their_own_dimensions_and_padding_but_no_other_vector() -> None:
+    stats = NormStats(mean=np.array([1.0, 2.0, 0.0]), std=np.ones(3))
+    assert stats.covers(3)
+    assert stats.covers(2)
+    assert not stats.covers(1)
+    assert not stats.covers(4)

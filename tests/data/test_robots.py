@@ -27,7 +27,7 @@ from pistar.data.robots import (
     output_transform,
     to_bytes,
 )
-from pistar.data.transforms import Data, compose
+from pistar.data.transforms import Data, Repack, compose
 from pistar.errors import UserError
 
 PLAIN_ALOHA = aloha(adapt_to_pi=False, delta=False, cameras={"cam_high": "observation.images.top"})
@@ -308,6 +308,7 @@ def test_every_missing_key_is_named_with_what_there_is(name: str) -> None:
     [
         ({"observation/state": np.zeros(7)}, "observation/state has 7 dimensions but libero has 8"),
         ({"actions": np.zeros((2, 8))}, "actions has 8 dimensions but libero has 7"),
+        ({"observation/state": np.full(8, np.nan)}, "observation/state has NaN or Inf"),
         ({"observation/image": np.zeros((4, 4, 4), np.uint8)}, r"observation/image has shape \(4, 4, 4\)"),
         ({"observation/image": np.zeros((3, 4), np.uint8)}, r"observation/image has shape \(3, 4\)"),
         ({"observation/image": np.full((4, 4, 3), -1.0)}, "values from -1 to -1; floats must lie in"),
@@ -410,3 +411,53 @@ def test_the_example_observation_is_one_the_robot_understands(name: str) -> None
 def test_a_gripper_may_come_as_a_bare_number() -> None:
     data = droid_data() | {"observation/gripper_position": np.float32(0.5)}
     np.testing.assert_array_equal(enter(ROBOTS["droid"], data)["state"], enter(ROBOTS["droid"], droid_data())["state"])
+
+
+def row(cameras: dict[str, int], **columns: np.ndarray) -> Data:
+    """A LeRobot row: a picture of one brightness per camera column, and its other columns."""
+    return {name: picture(brightness) for name, brightness in cameras.items()} | columns | {"prompt": "go"}
+
+
+ALOHA_COLUMNS = {"observation.state": np.zeros(14), "action": np.ones((2, 14))}
+ALOHA_CAMERAS = [f"observation.images.{name}" for name in ("cam_high", "cam_left_wrist", "cam_right_wrist")]
+LEROBOT_ROWS = {
+    "aloha": row({name: i for i, name in enumerate(ALOHA_CAMERAS, 1)}, **ALOHA_COLUMNS),
+    "aloha_sim": row({"observation.images.top": 1}, **ALOHA_COLUMNS),
+    "libero": row({"image": 1, "wrist_image": 2}, state=np.zeros(8), actions=np.ones((2, 7))),
+    "droid": row(
+        {"exterior_image_1_left": 1, "wrist_image_left": 2},
+        joint_position=np.zeros(7),
+        gripper_position=np.zeros(1),
+        actions=np.ones((2, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "views"), [("aloha", 3), ("aloha_sim", 1), ("libero", 2), ("droid", 2)])
+def test_columns_of_the_usual_datasets_reach_their_place(name: str, views: int) -> None:
+    robot = ROBOTS[name]
+    out = compose(Repack(robot.repack), *robot.inputs)(LEROBOT_ROWS[name])
+    for i, camera in enumerate(CAMERAS):
+        assert bool(out["image_mask"][camera]) is (i < views)
+        np.testing.assert_array_equal(out["image"][camera], picture(i + 1) if i < views else 0)
+    assert out["actions"].shape == (2, robot.action_dim)
+
+
+def test_the_prompts_state_is_normalised_and_not_padded() -> None:
+    seen: list[np.ndarray | None] = []
+
+    class Listener:
+        def tokenize(self, prompt: str, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+            seen.append(state)
+            return np.zeros(4, np.int32), np.ones(4, bool)
+
+    robot = ROBOTS["libero"]
+    stats = {
+        "state": NormStats(mean=np.full(8, 2.0), std=np.full(8, 4.0)),
+        "actions": NormStats(np.zeros(7), np.ones(7)),
+    }
+    data = libero_data() | {"observation/state": np.full(8, 6.0)}
+    input_transform(robot, stats, "zscore", Listener(), action_dim=32, image_size=8, discrete_state=True)(data)
+    (state,) = seen
+    assert state is not None
+    np.testing.assert_allclose(state, np.ones(8), rtol=1e-5)  # (6 − 2) / 4

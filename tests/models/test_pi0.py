@@ -464,7 +464,14 @@ def test_rematerialisation_changes_memory_not_gradients(remat: Any) -> None:
         assert np.linalg.norm(np.asarray(ours) - theirs[name]) <= max(
             1e-3 * float(np.linalg.norm(theirs[name])), 1e-7
         ), name
-    assert "remat" in str(jax.make_jaxpr(gradient)(params))
+    known = jax.checkpoint_policies
+    saved = {"dots": known.dots_with_no_batch_dims_saveable, "full": known.nothing_saveable}[remat]
+    policies = {
+        equation.params["policy"]
+        for equation in _all_equations(jax.make_jaxpr(functools.partial(_loss, config))(params).jaxpr)
+        if equation.primitive.name in ("remat", "remat2", "checkpoint")
+    }
+    assert policies == {saved}
 
 
 def test_a_picture_of_another_size_is_resized_on_the_device() -> None:

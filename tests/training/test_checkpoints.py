@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
@@ -62,7 +63,7 @@ def contract(openpi_goldens: Path, unpacked: Path) -> Contract:
         action_dim=14,
         delta_mask=None,
         prompt_format="pi0",
-        tokenizer_sha256="00",
+        tokenizer_sha256="00" * 32,
         norm_kind="zscore",
         norm_stats_sha256=norm_stats_hash(stats),
     )
@@ -496,3 +497,43 @@ def test_only_what_the_caller_names_is_left_out(openpi_goldens: Path) -> None:
     assert report.left_out == ("value_head/kernel",)
     with pytest.raises(UserError, match="value_head/kernel"):
         load_into(shapes, golden, drop="value")  # must match the whole name
+
+
+def test_value_is_part_of_the_name_unless_every_path_ends_in_it(tmp_path: Path) -> None:
+    tree = {"params": {"mixed": {"value": jnp.ones(2)}, "plain": {"w": jnp.zeros(3)}}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", tree)
+    assert set(read_params(tmp_path)) == {"mixed/value", "plain/w"}
+
+
+def test_a_failed_replacement_keeps_the_old_step(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk gives out between the two renames."""
+    written = write()
+    before = read_params(written)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "checkpoint":
+            raise OSError("gave out")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="gave out"):
+        write(overwrite=True)
+    monkeypatch.undo()
+    assert_bit_equal(read_params(written), before)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_an_incomplete_or_foreign_tree_is_not_written(
+    write: Callable[..., Path], openpi_goldens: Path, tmp_path: Path, missing: bool
+) -> None:
+    params = golden_params(openpi_goldens, "pi0_tiny")
+    if missing:
+        del params["state_proj/bias"]
+    else:
+        params["critic/w"] = np.ones(3, np.float32)
+    says = "state_proj/bias is missing" if missing else "critic/w is no parameter of the model"
+    with pytest.raises(UserError, match=says):
+        write(params=params, folder=tmp_path / "other")
+    assert not (tmp_path / "other").exists()

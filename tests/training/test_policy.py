@@ -1,6 +1,9 @@
 """A checkpoint that acts, against OpenPI's own served policy."""
 
 import dataclasses
+import json
+import re
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -9,13 +12,14 @@ import numpy as np
 import pytest
 
 from pistar.data.norm_stats import Norm, load_norm_stats, norm_stats_hash
-from pistar.data.robots import find_robot, input_transform, output_transform
+from pistar.data.robots import aloha_state_to_model, find_robot, input_transform, output_transform
 from pistar.data.transforms import Data
 from pistar.errors import UserError
 from pistar.models.tokenizer import load_tokenizer
-from pistar.training.checkpoints import read_params, write_checkpoint
-from pistar.training.contract import Contract
-from pistar.training.policy import Policy, load_policy
+from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
+from pistar.training.contract import Contract, read_contract
+from pistar.training.policy import Policy, agree_contract, load_policy
+from pistar.training.verify import verify
 
 import goldens
 
@@ -139,7 +143,7 @@ def test_another_tokenizer_than_the_contracts_is_refused(ours: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({}, "has no contract.json to name its robot; give `robot`"),
+        ({}, "has no contract.json to name its robot; give the robot"),
         ({"robot": "alohha"}, "There is no robot 'alohha'; try aloha"),
         ({"robot": "aloha", "asset_id": "droid"}, "has norm stats for trossen and asset_id is droid"),
         ({"robot": "libero", "tokenizer": "tiny"}, "8 numbers in its state but norm stats of trossen have 14"),
@@ -158,3 +162,93 @@ def test_missing_norm_stats_are_named_before_anything_loads(ours: Path, tmp_path
             load_policy(ours)
     finally:
         (tmp_path / "assets").rename(ours / "assets")
+
+
+def edited(ours: Path, folder: Path, **changes: object) -> Path:
+    """A copy of the checkpoint whose contract was changed by hand."""
+    copy = folder / "edited"
+    shutil.copytree(ours, copy)
+    contract = json.loads((copy / "contract.json").read_text())
+    (copy / "contract.json").write_text(json.dumps(contract | changes))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"robot": "nosuchrobot"}, "There is no robot 'nosuchrobot'"),
+        ({"robot": "libero"}, "state_dim is 14 but libero has 8"),
+        ({"tokenizer_sha256": "abc"}, "contract.tokenizer_sha256 is 'abc'; a sha256 has 64"),
+    ],
+)
+def test_a_contract_that_contradicts_the_robot_is_refused_by_verify_and_load(
+    ours: Path, tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    copy = edited(ours, tmp_path, **changes)
+    assert any(re.search(says, problem) for problem in verify(copy).problems)
+    with pytest.raises(UserError, match=says):
+        load_policy(copy)
+
+
+def test_the_contracts_relative_actions_are_the_ones_that_act(ours: Path, tmp_path: Path) -> None:
+    absolute = load_policy(edited(ours, tmp_path, delta_mask=None))
+    relative = load_policy(ours)
+    observation = robot_observation("pi0")
+    noise = relative.draw_noise(0, 1)
+    state = aloha_state_to_model(observation["state"])
+    moved = relative.act([observation], noise) - absolute.act([observation], noise)
+    # The flipped joints come out flipped, the grippers (6 and 13) are absolute in both.
+    expected = np.abs(state) * np.array([1, 1, 1, 1, 1, 1, 0] * 2)
+    np.testing.assert_allclose(np.abs(moved[0]), np.broadcast_to(expected, moved[0].shape), atol=1e-6)
+
+
+def test_weights_with_nan_are_neither_written_nor_served(ours: Path, tmp_path: Path) -> None:
+    params = read_params(ours)
+    params["state_proj/bias"][0] = np.nan
+    contract = read_contract(ours / "contract.json")
+    stats = load_norm_stats(ours / "assets" / "trossen" / "norm_stats.json")
+    with pytest.raises(UserError, match="state_proj/bias has NaN or Inf"):
+        write_checkpoint(tmp_path, 1, params, {"trossen": stats}, contract)
+    assert not (tmp_path / "1").exists()
+    with pytest.MonkeyPatch.context() as patch:  # as another program would write it
+        patch.setattr("pistar.training.checkpoints._parameter_problems", lambda contract, params: [])
+        broken = write_checkpoint(tmp_path, 1, params, {"trossen": stats}, contract)
+    with pytest.raises(UserError, match=r"state_proj/bias has NaN or Inf; .* take an earlier checkpoint"):
+        load_policy(broken)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 32), (2, 10, 32), (1, 10, 14), (1, 2, 3, 10, 32)])
+def test_noise_of_another_shape_is_refused(ours: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"noise has shape .* for 1 observations"):
+        load_policy(ours).act([robot_observation("pi0")], np.zeros(shape, np.float32))
+
+
+def test_an_assumed_horizon_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_policy(archive("pi0"), tokenizer="tiny", robot="aloha").config.action_horizon == 50
+    assert "taking OpenPI's default of 50" in caplog.text
+
+
+@pytest.mark.parametrize(("case", "norm"), [("pi0", "zscore"), ("pi05", "quantile")])
+def test_openpis_rules_fill_in_for_a_missing_contract(case: str, norm: str) -> None:
+    told = {"tokenizer": "tiny", "robot": "aloha", "asset_id": None, "action_horizon": 10}
+    with open_checkpoint(archive(case)) as checkpoint:
+        own, _ = agree_contract(checkpoint, prompt_format=None, **told)  # type: ignore[arg-type]
+        other, _ = agree_contract(checkpoint, prompt_format="pi0", **told)  # type: ignore[arg-type]
+    assert (own.norm_kind, own.prompt_format, own.asset_id) == (norm, case, "trossen")
+    assert other.prompt_format == "pi0"
+
+
+def test_policies_are_served_in_bfloat16_as_openpi_does(ours: Path) -> None:
+    policy = load_policy(ours)
+    assert policy.config.dtype == "bfloat16"
+    assert {str(p.dtype) for p in policy.params.values()} == {"bfloat16"}
+
+
+def test_pi05_reads_its_state_in_the_prompt_unless_told_otherwise() -> None:
+    """With another state the tokens differ, and only then."""
+    told = {"tokenizer": "tiny", "robot": "aloha", "action_horizon": 10}
+    here, there = robot_observation("pi05"), robot_observation("pi05") | {"state": np.full(14, 0.3)}
+    for prompt_format, equal in (("pi05", False), ("pi0", True)):
+        inputs = load_policy(archive("pi05"), prompt_format=prompt_format, **told).inputs  # type: ignore[arg-type]
+        first, second = (inputs(data)["tokenized_prompt"] for data in (here, there))
+        assert np.array_equal(first, second) is equal

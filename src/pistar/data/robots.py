@@ -110,7 +110,10 @@ class RobotInputs:
                 f"{path} has {joints.shape[-1]} dimensions but {self.robot.name} has {dim}; "
                 f"choose the right robot (there are {', '.join(ROBOTS)}) or fix the data."
             )
-        return joints if np.issubdtype(joints.dtype, np.floating) else joints.astype(np.float64)
+        joints = joints if np.issubdtype(joints.dtype, np.floating) else joints.astype(np.float64)
+        if not np.isfinite(joints).all():
+            raise UserError(f"{path} has NaN or Inf, for which there is no action; drop or mend that episode.")
+        return joints
 
     def _image(self, flat: Data, path: str | None) -> UInt8[np.ndarray, "*b h w 3"] | None:
         if path is None:

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from pistar.data.norm_stats import NormStats, save_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
-from pistar.models.pi0 import Params
+from pistar.models.pi0 import Params, param_shapes
 from pistar.training.contract import CONTRACT_FILE, Contract, write_contract
 from pistar.types import AnyArray
 
@@ -47,6 +47,15 @@ class Checkpoint:
     params: Path
     step: Path | None
     """The folder that holds params/, assets/ and train_state/; None when there is only a lone params folder."""
+    unpacked: tuple[Path, Path] | None = None
+    """Where an archive was unpacked to for now, and the archive."""
+
+    def in_users_words(self, text: str) -> str:
+        """The user knows the archive, not where we unpacked it."""
+        if self.unpacked is None:
+            return text
+        folder, archive = self.unpacked
+        return text.replace(str(folder), str(archive))
 
     @property
     def contract(self) -> Path | None:
@@ -88,21 +97,27 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """A step folder, its params folder, a folder with one step below it, or a tar archive of any of these."""
     path = Path(path)
     if not path.exists():
-        if re.match(r"\w+:/", str(path)):
-            raise UserError(f"{path} is a remote address; download it first, for example with `gsutil -m cp -r`.")
+        if remote := re.match(r"(\w+):/+(.*)", str(path)):  # a Path has lost the second slash
+            address = "://".join(remote.groups())
+            raise UserError(f"{address} is a remote address; download it first, for example with `gsutil -m cp -r`.")
         raise UserError(f"{path} does not exist; name a checkpoint folder (with params/ in it) or its .tar.gz.")
     if path.is_dir():
         yield _find(path.absolute(), str(path))
         return
     with tempfile.TemporaryDirectory(prefix="pistar-") as folder:
         _unpack(path, Path(folder))
+        unpacked = (Path(folder), path)
         try:
-            yield _find(Path(folder), str(path))
-        except UserError as error:  # the user knows the archive, not where we unpacked it
-            raise UserError(str(error).replace(folder, str(path))) from error
+            yield dataclasses.replace(_find(Path(folder), str(path)), unpacked=unpacked)
+        except UserError as error:
+            raise UserError(Checkpoint(path, None, unpacked).in_users_words(str(error))) from error
 
 
 def _unpack(archive: Path, folder: Path) -> None:
+    if archive.suffix not in (".tar", ".gz", ".tgz", ".xz", ".bz2"):
+        raise UserError(
+            f"{archive} is neither a folder nor a tar archive by its name; name a checkpoint folder or its .tar.gz."
+        )
     try:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")  # refuses members that would land elsewhere
@@ -110,6 +125,8 @@ def _unpack(archive: Path, folder: Path) -> None:
             tar.fileobj.seek(tar.offset)
             if not tar.fileobj.read(1):  # tarfile takes an end between two members for the end of the archive
                 raise EOFError("its end mark is missing")
+    except PermissionError:
+        raise
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -125,7 +142,8 @@ def _find(folder: Path, name: str) -> Checkpoint:
         return Checkpoint(params=folder, step=folder.parent if folder.name == "params" else None)
     if (folder / "model.safetensors").exists():
         raise UserError(
-            f"{name} is a PyTorch checkpoint (model.safetensors); pistar reads OpenPI's JAX ones, use params/."
+            f"{name} is a PyTorch checkpoint (model.safetensors); pistar reads OpenPI's JAX ones, "
+            "bring the one it was converted from."
         )
     steps = _steps_below(folder, _DEPTH)
     if not steps:
@@ -226,9 +244,12 @@ def _tree_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "_METADATA"
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
-        metadata["tree_metadata"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = "is missing" if not path.exists() else f"cannot be read ({error})"
+        for entry in metadata["tree_metadata"].values():
+            entry["key_metadata"][0]["key"], entry["value_metadata"]["skip_deserialize"]
+    except PermissionError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = "is missing" if not path.exists() else f"cannot be read ({error!r})"
         raise UserError(f"{path} {reason}, and it lists the parameters; {_ANOTHER_COPY}") from error
     return dict(metadata)
 
@@ -271,6 +292,7 @@ def write_checkpoint(
         raise UserError(f"{final} exists already; choose another folder, resume the run, or overwrite.")
     weights = infer_config({name: param.shape for name, param in params.items()})
     problems = contract.problems(weights, norm_stats.get(contract.asset_id))
+    problems += _parameter_problems(contract, params)
     if problems:
         raise UserError(f"{final} is not written: {'; '.join(problems)}.")
 
@@ -282,13 +304,35 @@ def write_checkpoint(
         for asset_id, asset in norm_stats.items():
             save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
         write_contract(whole / CONTRACT_FILE, contract)
+        replaced = Path(work, "replaced")
         if final.exists():
-            final.rename(Path(work, "replaced"))
-        whole.rename(final)
+            final.rename(replaced)
+        try:
+            whole.rename(final)
+        except OSError:
+            if replaced.exists():  # or it would go with the work folder
+                replaced.rename(final)
+            raise
     # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
     for leftover in final.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover)
     return final
+
+
+def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> list[str]:
+    expected = param_shapes(contract.model)
+    stray = sorted(expected.keys() ^ params.keys())
+    unlike = [name for name, p in params.items() if name in expected and p.shape != expected[name].shape]
+    return [
+        *(f"{name} is {'missing' if name in expected else 'no parameter of the model'}" for name in stray[:1]),
+        *(f"{name} has shape {params[name].shape}, not {expected[name].shape}" for name in unlike[:1]),
+        *(f"{name} has NaN or Inf; the training diverged" for name in not_finite(params)[:1]),
+    ]
+
+
+def not_finite(params: Mapping[str, AnyArray]) -> list[str]:
+    """Names of parameters with NaN or Inf in them."""
+    return [name for name, param in params.items() if not bool(jnp.isfinite(jnp.asarray(param)).all())]
 
 
 def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: object) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from pistar.config import Pi0Config
 from pistar.data.norm_stats import Norm, NormStats, norm_stats_hash
+from pistar.data.robots import Robot, find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType, config_differences
 
@@ -53,19 +55,29 @@ class Contract:
                 f"contract.delta_mask has {len(self.delta_mask)} entries for {self.action_dim} action dimensions; "
                 "give one per dimension, or fewer when the last ones are absolute."
             )
+        for name in ("tokenizer_sha256", "norm_stats_sha256"):
+            if not re.fullmatch(r"[0-9a-f]{64}", getattr(self, name)):
+                raise UserError(
+                    f"contract.{name} is {getattr(self, name)!r}; a sha256 has 64 hexadecimal digits, restore the file."
+                )
         folder = PurePosixPath(self.asset_id)
         if folder.is_absolute() or not folder.parts or ".." in folder.parts:
             raise UserError(
                 f"contract.asset_id is {self.asset_id!r}; it names a folder under assets/, as trossen or user/task do."
             )
 
+    def find_robot(self) -> Robot:
+        """The robot's transforms, with this policy's own choice of relative actions."""
+        return dataclasses.replace(find_robot(self.robot), delta_mask=self.delta_mask)
+
     def problems(self, weights: Pi0Config, norm_stats: Mapping[str, NormStats] | None) -> list[str]:
-        """Where a checkpoint contradicts its contract, in the model its weights show or in the robot's norm stats."""
+        """Where a checkpoint contradicts its contract: in its weights, in the robot it names, in its norm stats."""
         found = [
             f"the contract says {field} is {ours} but the weights have {theirs}; "
             "one of them belongs to another checkpoint, restore the pair"
             for field, ours, theirs in config_differences(self.model, weights)
         ]
+        found += self._robot_problems()
         if norm_stats is None:
             return [
                 *found,
@@ -73,7 +85,7 @@ class Contract:
                 f"put assets/{self.asset_id}/norm_stats.json of the training run back",
             ]
         for key, dim in (("state", self.state_dim), ("actions", self.action_dim)):
-            if key in norm_stats and len(norm_stats[key].mean) != dim:
+            if key in norm_stats and not norm_stats[key].covers(dim):
                 found.append(
                     f"the contract says the robot has {dim} numbers in its {key} but norm stats of {self.asset_id} "
                     f"have {len(norm_stats[key].mean)}; put the training run's norm_stats.json back"
@@ -86,6 +98,23 @@ class Contract:
             )
         return found
 
+    def _robot_problems(self) -> list[str]:
+        try:
+            robot = self.find_robot()
+        except UserError as error:
+            return [f"contract.robot: {str(error).rstrip('.')}"]
+        pairs = {
+            "state_dim": (self.state_dim, robot.state_dim),
+            "action_dim": (self.action_dim, robot.action_dim),
+            "cameras": (sorted(self.model.cameras), sorted(robot.cameras)),
+        }
+        return [
+            f"the contract says {name} is {ours} but {self.robot} has {theirs}; "
+            "it names the wrong robot or was edited, restore the file"
+            for name, (ours, theirs) in pairs.items()
+            if ours != theirs
+        ]
+
 
 def write_contract(path: Path, contract: Contract) -> None:
     """As JSON that a person can read."""
@@ -97,16 +126,16 @@ def read_contract(path: Path) -> Contract:
     """Back from JSON, every field checked."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}); restore it or delete it to go without.") from error
-    version = data.pop("version", None) if isinstance(data, dict) else None
+        version = data.get("version")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is no JSON table ({error}); restore it or delete it to go without.") from error
     if version != VERSION:  # first, for another version has other fields
         raise UserError(
             f"{path} has contract version {version}, this pistar knows {VERSION}; "
             "use the pistar that wrote the checkpoint, or a newer one."
         )
     try:
-        contract = _build(Contract, data, "contract")
+        contract = _build(Contract, {name: value for name, value in data.items() if name != "version"}, "contract")
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     assert isinstance(contract, Contract)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, norm_stats_
 from pistar.data.robots import find_robot, input_transform, output_transform
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.errors import UserError
-from pistar.models.inspect import infer_config
+from pistar.models.inspect import ModelType, infer_config
 from pistar.models.pi0 import Params, bind, param_shapes
 from pistar.models.tokenizer import (
     TINY_TOKENIZER,
@@ -24,9 +25,11 @@ from pistar.models.tokenizer import (
     check_vocab,
     load_tokenizer,
 )
-from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
+from pistar.training.checkpoints import Checkpoint, load_into, not_finite, open_checkpoint
 from pistar.training.contract import Contract, read_contract
 from pistar.types import Observation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Policy:
         self, observations: Sequence[Data], noise: Float[np.ndarray, "b *n h a"] | Float[Array, "b *n h a"]
     ) -> Float[np.ndarray, "b *n h d"]:
         """Chunks in the robot's units for a batch of its observations; n of each, if the noise has that axis."""
+        wanted = (len(observations), self.config.action_horizon, self.config.action_dim)
+        if (noise.shape[0], *noise.shape[-2:]) != wanted or noise.ndim > 4:
+            raise UserError(
+                f"noise has shape {noise.shape} for {wanted[0]} observations; it must be "
+                f"(observations, [candidates,] {wanted[1]}, {wanted[2]}), as draw_noise makes it."
+            )
         observation = stack_observations([self.inputs(data) for data in observations])
         actions = np.asarray(_sample(self.config, self.num_steps, self.params, observation, jnp.asarray(noise)))
         state = np.asarray(observation.state)
@@ -73,28 +82,31 @@ def load_policy(
     robot: str | None = None,
     asset_id: str | None = None,
     action_horizon: int | None = None,
+    prompt_format: ModelType | None = None,
     default_prompt: str | None = None,
 ) -> Policy:
     """The policy of a checkpoint, in bfloat16 as OpenPI serves it.
 
     A checkpoint of ours says in its contract what it needs. OpenPI's have none: name the robot, the norm stats' asset
-    id where there are several, and the horizon unless it is OpenPI's 50.
+    id where there are several, the horizon unless it is OpenPI's 50, and the prompt format unless it is the model's own
+    (OpenPI's pi05_libero leaves the state out of the prompt: "pi0").
     """
     with open_checkpoint(path) as checkpoint:
-        if checkpoint.contract is None:
-            contract, prompt_tokenizer = assume_contract(checkpoint, tokenizer, robot, asset_id, action_horizon)
-        else:
-            contract = read_contract(checkpoint.contract)
-            _refuse_other(contract, robot=robot, asset_id=asset_id, action_horizon=action_horizon)
-            prompt_tokenizer = _contract_tokenizer(contract, tokenizer)
+        contract, prompt_tokenizer = agree_contract(
+            checkpoint,
+            tokenizer=tokenizer,
+            robot=robot,
+            asset_id=asset_id,
+            action_horizon=action_horizon,
+            prompt_format=prompt_format,
+        )
         config = dataclasses.replace(contract.model, dtype="bfloat16", remat="none")
         stats = _norm_stats(checkpoint, contract.asset_id)
-        problems = contract.problems(config, stats)
-        if problems:
-            raise UserError(f"{path}: {problems[0]}.")
         served = {name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16) for name, s in param_shapes(config).items()}  # type: ignore[no-untyped-call]
         params, _ = load_into(served, {leaf.name: leaf.read(jnp.bfloat16) for leaf in checkpoint.leaves()})
-    machine = find_robot(contract.robot)
+    if broken := not_finite(params):
+        raise UserError(f"{path}: {broken[0]} has NaN or Inf; the training diverged, take an earlier checkpoint.")
+    machine = contract.find_robot()
     inputs = input_transform(
         machine,
         stats,
@@ -108,19 +120,54 @@ def load_policy(
     return Policy(config, params, inputs, output_transform(machine, stats, contract.norm_kind))
 
 
-def assume_contract(
+def agree_contract(
     checkpoint: Checkpoint,
+    *,
     tokenizer: str | Path | None,
     robot: str | None,
     asset_id: str | None,
     action_horizon: int | None,
+    prompt_format: ModelType | None,
 ) -> tuple[Contract, PromptTokenizer]:
-    """What an OpenPI checkpoint, which has no contract, would say in one: its weights, OpenPI's rules, and the user."""
-    config = infer_config({leaf.name: leaf.struct.shape for leaf in checkpoint.leaves()})
-    if action_horizon is not None:
-        config = dataclasses.replace(config, action_horizon=action_horizon)
+    """The checkpoint's contract, held against its weights, stats and what the user says; or what OpenPI's would say."""
+    weights = infer_config({leaf.name: leaf.struct.shape for leaf in checkpoint.leaves()})
+    if checkpoint.contract is None:
+        return _assume_contract(checkpoint, weights, tokenizer, robot, asset_id, action_horizon, prompt_format)
+    contract = read_contract(checkpoint.contract)
+    asked = {
+        "robot": robot,
+        "asset_id": asset_id,
+        "action_horizon": action_horizon,
+        "prompt_format": prompt_format,
+    }
+    trained = {**vars(contract), "action_horizon": contract.model.action_horizon}
+    for name, value in asked.items():
+        if value is not None and value != trained[name]:
+            raise UserError(f"{name} is {value} but the policy was trained with {trained[name]}; leave it out.")
+    if problems := contract.problems(weights, _norm_stats(checkpoint, contract.asset_id)):
+        raise UserError(f"{checkpoint.step}: {problems[0]}.")
+    return contract, _contract_tokenizer(contract, tokenizer)
+
+
+def _assume_contract(
+    checkpoint: Checkpoint,
+    config: Pi0Config,
+    tokenizer: str | Path | None,
+    robot: str | None,
+    asset_id: str | None,
+    action_horizon: int | None,
+    prompt_format: ModelType | None,
+) -> tuple[Contract, PromptTokenizer]:
+    """For OpenPI's checkpoints, which have none: from the weights, OpenPI's rules, and the user."""
     if robot is None:
-        raise UserError(f"{checkpoint.step} has no contract.json to name its robot; give `robot`, for example aloha.")
+        raise UserError(f"{checkpoint.step} has no contract.json to name its robot; give the robot, for example aloha.")
+    if action_horizon is None:
+        logger.warning(
+            "No weight shows the action horizon; taking OpenPI's default of %d. Give it if the policy's is another.",
+            config.action_horizon,
+        )
+    else:
+        config = dataclasses.replace(config, action_horizon=action_horizon)
     assets = list(checkpoint.norm_stats)
     if asset_id is None and len(assets) == 1:
         asset_id = assets[0]
@@ -130,6 +177,12 @@ def assume_contract(
             "give the one to use, or copy the assets folder beside params."
         )
     machine, stats = find_robot(robot), _norm_stats(checkpoint, asset_id)
+    for key, dim in (("state", machine.state_dim), ("actions", machine.action_dim)):
+        if not stats[key].covers(dim):
+            raise UserError(
+                f"robot {robot} has {dim} numbers in its {key} but norm stats of {asset_id} have "
+                f"{len(stats[key].mean)}; choose the robot the checkpoint was trained for."
+            )
     prompt_tokenizer = load_tokenizer(tokenizer, config.max_token_len)
     check_vocab(prompt_tokenizer, config.vocab_size)
     norm: Norm = "quantile" if config.pi05 else "zscore"
@@ -140,21 +193,12 @@ def assume_contract(
         state_dim=machine.state_dim,
         action_dim=machine.action_dim,
         delta_mask=machine.delta_mask,
-        prompt_format=config.model_type,
+        prompt_format=prompt_format or config.model_type,
         tokenizer_sha256=prompt_tokenizer.sha256,
         norm_kind=norm,
         norm_stats_sha256=norm_stats_hash(stats),
     )
     return contract, prompt_tokenizer
-
-
-def _refuse_other(contract: Contract, *, action_horizon: int | None, **given: str | None) -> None:
-    asked = given | {"action_horizon": action_horizon}
-    trained = {"action_horizon": contract.model.action_horizon}
-    for name, value in asked.items():
-        known = trained.get(name, getattr(contract, name, None))
-        if value is not None and value != known:
-            raise UserError(f"{name} is {value} but the policy was trained with {known}; leave it out.")
 
 
 def _contract_tokenizer(contract: Contract, source: str | Path | None) -> PromptTokenizer:

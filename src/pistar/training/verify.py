@@ -31,6 +31,8 @@ class Check:
     """What was found, when it is sound."""
     problems: tuple[str, ...] = ()
     """One line each: the value, the reason, the remedy."""
+    absent: bool = False
+    """There was nothing to look at, which is no fault."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,12 @@ def verify(
             _check_tokenizer(tokenizer, config, contract),
         ]
         facts = _describe(checkpoint, structs, config, contract) | _describe_robots(stats, norm_kind, contract)
-    return VerifyReport(facts, tuple(check for check in checks if check is not None))
+        told = [
+            dataclasses.replace(check, problems=tuple(map(checkpoint.in_users_words, check.problems)))
+            for check in checks
+            if check is not None
+        ]
+    return VerifyReport(facts, tuple(told))
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
@@ -165,7 +172,7 @@ def _check_norm_stats(
 
 def _check_contract_file(checkpoint: Checkpoint) -> tuple[Contract | None, Check]:
     if checkpoint.contract is None:
-        return None, Check("contract", "none, as OpenPI writes none")
+        return None, Check("contract", "none, as OpenPI writes none", absent=True)
     try:
         return read_contract(checkpoint.contract), Check("contract", "agrees with weights and norm stats")
     except UserError as error:
@@ -174,7 +181,7 @@ def _check_contract_file(checkpoint: Checkpoint) -> tuple[Contract | None, Check
 
 def _check_train_state(checkpoint: Checkpoint) -> Check:
     if checkpoint.train_state is None:
-        return Check("train state", "none, so nobody can tell whether params holds an average (EMA)")
+        return Check("train state", "none, so nobody can tell whether params holds an average (EMA)", absent=True)
     try:
         averaged = checkpoint.raw_params != checkpoint.params
         checkpoint.leaves("raw")
