@@ -75,7 +75,7 @@ class ChunkBatch:
     """After the window's last real step. Complete: every camera, mask and the prompt."""
     actions: Float[AnyArray, "b h a"]
     rewards: Float[AnyArray, "b h"]
-    """0 where not valid."""
+    """0 where not valid and, with absorbing tails, after the task ended."""
     masks: Float[AnyArray, "b h"]
     """0 from the step on that ended the task (success or failure): nothing is worth anything after it."""
     valid: Bool[AnyArray, "b h"]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pistar.agents.estimators import h_step_return
 from pistar.data.chunks import (
     Tails,
     WindowFields,
@@ -18,7 +19,6 @@ from pistar.data.chunks import (
     Windows,
     at_last_step,
     build_windows,
-    h_step_return,
 )
 from pistar.errors import UserError
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pistar.data.chunks import WindowOptions, build_windows, h_step_return
+from pistar.agents.estimators import h_step_return
+from pistar.data.chunks import WindowOptions, build_windows
 from pistar.data.rewards import (
     FromColumn,
     FromCsv,

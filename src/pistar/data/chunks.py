@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from pistar.errors import UserError
-from pistar.types import AnyArray
 
 Tails = Literal["absorb", "drop"]
 """What a window that reaches past the episode's end teaches the critic: what happened up to there, or nothing (QC)."""
@@ -162,21 +161,3 @@ def at_last_step(flags: Bool[np.ndarray, " e"], lengths: Int[np.ndarray, " e"]) 
     steps = np.zeros(int(lengths.sum()), bool)
     steps[np.cumsum(lengths) - 1] = flags
     return steps
-
-
-def h_step_return(
-    rewards: Float[AnyArray, "b steps"],
-    masks: Float[AnyArray, "b steps"],
-    valid: Bool[AnyArray, "b steps"],
-    gamma: float,
-    h: int,
-) -> tuple[Float[AnyArray, " b"], Float[AnyArray, " b"]]:
-    """R = Σ_{k<h} γᵏ·valid_k·r_k and γⁿ·m_{h−1}, with n = Σ_{k<h} valid_k; the critic's target is R + γⁿ·m·Q(s', a').
-
-    n = h in a whole window. In one that a time-out cut short, s' is n steps away, not h. numpy in, numpy out; also runs
-    under `jax.jit`.
-    """
-    rewards, valid = rewards[:, :h], valid[:, :h]
-    discounts = (gamma ** np.arange(h)).astype(np.float32)
-    steps = valid.sum(axis=-1).astype(rewards.dtype)
-    return (rewards * valid * discounts).sum(axis=-1), gamma**steps * masks[:, h - 1]
