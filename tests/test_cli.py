@@ -2,9 +2,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from pistar import cli
+from pistar.data.lerobot import open_dataset
+from pistar.data.norm_stats import load_norm_stats
 from pistar.presets import MODELS
 
 
@@ -75,3 +79,37 @@ def test_a_misspelt_command_answers_with_the_nearest(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="1"):
         cli.main(["verfy", "x"])
     assert capsys.readouterr().err == "error: there is no command 'verfy'; try verify.\n"
+
+
+def test_data_stats_writes_openpis_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = Path(__file__).parent / "fixtures" / "lerobot" / "lerobot_v30"
+    out = tmp_path / "assets" / "mine"
+    cli.main(["data", "stats", str(dataset), "--robot", "aloha", "--out", str(out), "--horizon", "5"])
+    stats = load_norm_stats(out / "norm_stats.json")
+    assert {name: len(entry.mean) for name, entry in stats.items()} == {"state": 14, "actions": 14}
+    assert "12 episodes" in capsys.readouterr().out
+
+
+def test_data_convert_tells_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in" / "score_5").mkdir(parents=True)
+    with h5py.File(tmp_path / "in" / "score_5" / "episode_0.hdf5", "w") as file:
+        file["action"] = np.zeros((4, 14), np.float32)
+        file["observations/qpos"] = np.zeros((4, 14), np.float32)
+        file["observations/images/cam_high"] = np.zeros((4, 32, 32, 3), np.uint8)
+    cli.main(["data", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--task", "wave"])
+    assert "1 episodes, 4 frames, 1 successes" in capsys.readouterr().out
+    assert open_dataset(tmp_path / "out").total_frames == 4
+
+
+def test_data_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (
+        ["stats", str(tmp_path), "--robot", "aloha", "--out", str(tmp_path / "o")],
+        ["convert", str(tmp_path), str(tmp_path / "o"), "--task", "wave"],
+        ["stat", "x"],
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            cli.main(["data", *args])
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+    assert not (tmp_path / "o").exists()

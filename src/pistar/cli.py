@@ -109,12 +109,97 @@ def presets() -> None:
     Console().print(table)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "verify": verify, "presets": presets}
+def data_stats(
+    dataset: Annotated[str, tyro.conf.Positional],
+    /,
+    robot: str,
+    out: Path,
+    horizon: int = 50,
+) -> None:
+    """Compute OpenPI's norm_stats.json of a LeRobot dataset, without opening a video.
+
+    Args:
+        dataset: A LeRobot folder, or a repo id in LeRobot's cache.
+        robot: Whose data it is: aloha, aloha_sim, libero, libero_delta, droid, droid_position.
+        out: Folder for norm_stats.json, for example assets/my_task.
+        horizon: Actions in a chunk: relative ones spread wider the further they reach.
+    """
+    from pistar.data.dataset_stats import compute_norm_stats
+    from pistar.data.lerobot import open_dataset
+    from pistar.data.norm_stats import check_norm_stats, save_norm_stats
+    from pistar.data.robots import find_robot
+
+    opened = open_dataset(dataset)
+    with Console(stderr=True).status("reading number columns"):
+        stats = compute_norm_stats(opened, find_robot(robot), horizon)
+    table = Table("", "dim", "mean", "std", "q01", "q99", title=Text(f"{dataset}: {len(opened.episodes)} episodes"))
+    for name, entry in stats.items():
+        columns = [entry.mean, entry.std, entry.q01, entry.q99]
+        for dim in range(len(entry.mean)):
+            values = ["" if column is None else f"{column[dim]:.4g}" for column in columns]
+            table.add_row(name, str(dim), *values)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    for note in check_norm_stats(stats, "quantile"):
+        console.print(f"note: {note}", markup=False)
+    out.mkdir(parents=True, exist_ok=True)
+    save_norm_stats(out / "norm_stats.json", stats)
+    console.print(f"Wrote {out / 'norm_stats.json'}", markup=False)
+
+
+def data_convert(
+    folder: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    /,
+    task: str,
+    fps: int = 50,
+    without_scores: Literal["success", "failure", "timeout"] | None = None,
+) -> None:
+    """Convert a folder of ALOHA HDF5 episodes to a LeRobot v3.0 dataset.
+
+    Args:
+        folder: Where the episodes are; subfolders score_5, score_1 … tell how each went.
+        out: The new dataset's folder.
+        task: The instruction, for example "fold the towel".
+        fps: Steps per second the robot was controlled at.
+        without_scores: How all episodes went, where no folder tells.
+    """
+    from rich.progress import Progress
+
+    from pistar.data.hdf5 import convert_hdf5
+    from pistar.data.rewards import FromScores
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        progress = bar.add_task("converting", total=None)
+        done = convert_hdf5(
+            folder,
+            out,
+            fps=fps,
+            task=task,
+            scores=without_scores or FromScores(),
+            progress=lambda ready, total: bar.update(progress, completed=ready, total=total),
+        )
+    for note in done.notes:
+        console.print(f"note: {note}", markup=False)
+    told = f"{done.episodes} episodes, {done.frames} frames, {done.successes} successes"
+    Console(soft_wrap=True, highlight=False).print(f"Wrote {done.path}: {told}.", markup=False)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "verify": verify,
+    "presets": presets,
+    "data stats": data_stats,
+    "data convert": data_convert,
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command. A mistake of the user's is one line on stderr and exit code 1."""
     args = sys.argv[1:] if args is None else args
+    if args[:1] == ["data"] and len(args) > 1:
+        args = [" ".join(args[:2]), *args[2:]]  # one command in two words
     if list(args) == ["--version"]:
         Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)
         return

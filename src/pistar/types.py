@@ -64,3 +64,44 @@ class PolicyBatch:
     valid: Bool[AnyArray, "b h"]
     """False where the chunk reaches past the episode's end: never imitated."""
     weight: Float[AnyArray, " b"]
+
+
+@pytree
+class ChunkBatch:
+    """Windows of h steps for a critic and a policy, from the state they start in to the state they lead to."""
+
+    observations: Observation
+    next_observations: Observation
+    """After the window's last real step. Complete: every camera, mask and the prompt."""
+    actions: Float[AnyArray, "b h a"]
+    rewards: Float[AnyArray, "b h"]
+    """0 where not valid and, with absorbing tails, after the task ended."""
+    masks: Float[AnyArray, "b h"]
+    """0 from the step on that ended the task (success or failure): nothing is worth anything after it."""
+    valid: Bool[AnyArray, "b h"]
+    """False past the episode's end: such steps are padding and are never imitated."""
+    terminals: Bool[AnyArray, "b h"]
+    """True at the episode's last step, whatever ended it."""
+    next_terminal: Bool[AnyArray, " b"]
+    """True where there is nothing to bootstrap from after the window."""
+    sequence_mask: Bool[AnyArray, " b"]
+    """False for windows that must not train the critic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """One trajectory, in the robot's own names and units."""
+
+    observations: Mapping[str, np.ndarray]
+    """By the robot's names, `[t, ...]`; `[t + 1, ...]` where the observation after the last action was kept."""
+    actions: Float[np.ndarray, "t a"]
+    """As executed, after limits."""
+    rewards: Float[np.ndarray, " t"]
+    terminated: bool
+    """The task ended, by success or failure: what follows is worth nothing."""
+    truncated: bool
+    """Time ran out: what follows would have been worth something."""
+    success: bool
+    task: str
+    start_id: int | None = None
+    seed: int | None = None

@@ -1,0 +1,388 @@
+"""ALOHA's files, made here in every dialect, converted and read back by our LeRobot reader."""
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from pistar.data.hdf5 import Conversion, convert_hdf5
+from pistar.data.lerobot import Dataset, open_dataset
+from pistar.data.lerobot_writer import Layout
+from pistar.data.rewards import FromColumn, FromScores, Recording, read_outcomes
+from pistar.errors import UserError
+
+CAMERAS = ("cam_high", "cam_left_wrist")
+EXACT = Layout(videos=False)
+LENGTH = 6
+Contents = dict[str, Any]
+
+
+def waves(length: int, seed: int = 0) -> np.ndarray:
+    """Pictures smooth enough for JPEG and video to keep, with three different colours; 24 high, 32 wide."""
+    time, row, column = np.meshgrid(np.arange(length), np.arange(24), np.arange(32), indexing="ij")
+    colours = [np.sin(k + seed + time / 3 + row / 8) * 60 + 2 * column + 20 * k + 60 for k in range(3)]
+    return np.clip(np.stack(colours, -1), 0, 255).astype(np.uint8)
+
+
+def jpeg(picture: np.ndarray) -> np.ndarray:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "JPEG", quality=95, subsampling=0)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def episode(length: int = LENGTH, seed: int = 0, pictures: int | None = None) -> Contents:
+    """What a raw file holds."""
+    rng = np.random.default_rng(seed)
+    shown = length if pictures is None else pictures
+    return {
+        "action": rng.normal(size=(length, 14)),  # float64, as ALOHA records
+        "observations/qpos": rng.normal(size=(length, 14)),
+        **{f"observations/images/{camera}": waves(shown, seed + i) for i, camera in enumerate(CAMERAS)},
+    }
+
+
+def sparse(**changes: Any) -> Contents:
+    """Chunks of 4 and 3 of 8 steps, the first after one step without a picture."""
+    return episode(8, pictures=2) | {"image_indices": np.array([1, 5]), "chunk_starts": np.array([1, 5])} | changes
+
+
+def save(path: Path, contents: Contents, **attributes: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as root:
+        root.attrs.update(attributes)
+        for key, values in contents.items():
+            if isinstance(values, list):
+                stored = root.create_dataset(key, len(values), dtype=h5py.vlen_dtype(np.uint8))
+                for i, value in enumerate(values):
+                    stored[i] = value
+            else:
+                root[key] = values
+    return path
+
+
+def packed(contents: Contents, pack: Callable[[list[np.ndarray]], Any]) -> Contents:
+    """The same with JPEGs for pictures."""
+    return {
+        key: pack([jpeg(picture) for picture in values]) if "images/" in key else values
+        for key, values in contents.items()
+    }
+
+
+def padded(pictures: list[np.ndarray]) -> np.ndarray:
+    size = max(len(picture) for picture in pictures) + 100
+    return np.stack([np.pad(picture, (0, size - len(picture))) for picture in pictures])
+
+
+def fixed_bytes(pictures: list[np.ndarray]) -> np.ndarray:
+    return np.array([picture.tobytes() for picture in pictures])
+
+
+def convert(tmp_path: Path, **options: Any) -> tuple[Conversion, Dataset]:
+    settings: dict[str, Any] = {"fps": 50, "task": "fold the box", "scores": "success", "layout": EXACT}
+    done = convert_hdf5(tmp_path / "raw", tmp_path / "out", **(settings | options))
+    return done, open_dataset(tmp_path / "out")
+
+
+def pictures_of(dataset: Dataset, camera: str = CAMERAS[0], index: int = 0) -> np.ndarray:
+    return np.stack(list(dataset.decode(index, f"observation.images.{camera}")))
+
+
+# What is read back
+
+
+def test_a_raw_episode_comes_back_equal(tmp_path: Path) -> None:
+    contents = episode() | {"observations/qvel": np.ones((LENGTH, 14)), "observations/effort": np.zeros((LENGTH, 14))}
+    save(tmp_path / "raw" / "episode_0.hdf5", contents, sim=False)
+    done, dataset = convert(tmp_path)
+    assert done == Conversion(tmp_path / "out", episodes=1, frames=LENGTH, successes=1, notes=())
+    assert (dataset.version, dataset.fps, dataset.robot_type) == ("v3.0", 50, "aloha")
+    assert dataset.episodes[0].tasks == ("fold the box",)
+    assert dataset.cameras == tuple(f"observation.images.{camera}" for camera in CAMERAS)
+    keys = {"action": "action", "observation.state": "observations/qpos", "observation.velocity": "observations/qvel"}
+    for name, key in (keys | {"observation.effort": "observations/effort"}).items():
+        values = dataset.columns([name])[name]
+        np.testing.assert_array_equal(values, contents[key].astype(np.float32), strict=True)
+        assert dataset.features[name].names[0] == "left_waist"
+        assert dataset.features[name].names[13] == "right_gripper"
+    for camera in CAMERAS:
+        np.testing.assert_array_equal(pictures_of(dataset, camera), contents[f"observations/images/{camera}"])
+
+
+def test_video_is_the_default_and_close(tmp_path: Path) -> None:
+    contents = {key: np.repeat(np.repeat(v, 4, 1), 4, 2) if v.ndim == 4 else v for key, v in episode().items()}
+    save(tmp_path / "raw" / "episode_0.hdf5", contents)
+    _, dataset = convert(tmp_path, layout=None)
+    assert dataset.features["observation.images.cam_high"].dtype == "video"
+    difference = pictures_of(dataset).astype(int) - contents["observations/images/cam_high"].astype(int)
+    assert np.abs(difference).mean() < 6
+
+
+@pytest.mark.parametrize("pack", [list, padded, fixed_bytes])
+def test_compressed_pictures_are_decoded_in_their_colours(
+    tmp_path: Path, pack: Callable[[list[np.ndarray]], Any]
+) -> None:
+    save(tmp_path / "raw" / "episode_0.hdf5", packed(episode(), pack), compress=True)
+    _, dataset = convert(tmp_path)
+    difference = pictures_of(dataset).astype(int) - waves(LENGTH).astype(int)
+    assert np.abs(difference).max() <= 12  # quality 95; red and blue differ by far more
+
+
+def test_jpeg_lengths_of_mobile_aloha_are_no_column_and_no_note(tmp_path: Path) -> None:
+    contents = packed(episode(), padded) | {"compress_len": np.ones((2, LENGTH))}
+    save(tmp_path / "raw" / "episode_0.hdf5", contents, compress=True)
+    assert convert(tmp_path)[0].notes == ()
+
+
+def test_a_sparse_episode_holds_the_last_picture_and_never_shows_a_later_one(tmp_path: Path) -> None:
+    contents = sparse()
+    save(tmp_path / "raw" / "episode_0.hdf5", contents)
+    done, dataset = convert(tmp_path)
+    assert done.notes == ("1 steps of 1 episodes were before the first picture and are left out.",)
+    np.testing.assert_array_equal(pictures_of(dataset), waves(2)[[0, 0, 0, 0, 1, 1, 1]])
+    columns = dataset.columns(["action", "observation.state", "is_new_image", "is_chunk_start", "next.reward"])
+    np.testing.assert_array_equal(columns["action"], contents["action"][1:].astype(np.float32))
+    np.testing.assert_array_equal(columns["observation.state"], contents["observations/qpos"][1:].astype(np.float32))
+    assert columns["is_new_image"].tolist() == [True, False, False, False, True, False, False]
+    assert columns["is_chunk_start"].tolist() == [True, False, False, False, True, False, False]
+    assert columns["next.reward"].tolist() == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_sparse_and_full_episodes_mix(tmp_path: Path) -> None:
+    save(tmp_path / "raw" / "episode_0.hdf5", episode())
+    save(tmp_path / "raw" / "episode_1.hdf5", packed(sparse(), list))
+    _, dataset = convert(tmp_path)
+    columns = dataset.columns(["is_new_image", "is_chunk_start"])
+    assert columns["is_new_image"].tolist() == [True] * LENGTH + [True, False, False, False, True, False, False]
+    assert columns["is_chunk_start"].tolist() == [False] * LENGTH + [True, False, False, False, True, False, False]
+
+
+def test_scores_say_the_outcome_and_stay_readable(tmp_path: Path) -> None:
+    for given, number in ((5, 0), (1, 10), (1, 9)):
+        save(tmp_path / "raw" / f"score_{given}" / f"episode_{number}.hdf5", episode(seed=number))
+    done, dataset = convert(tmp_path, scores=FromScores())
+    assert (done.episodes, done.successes) == (3, 1)
+    names = ["action", "score", "next.success", "next.done", "next.truncated", "next.reward"]
+    columns = dataset.columns(names)
+    # score_1 first, and episode 9 before 10
+    for i, seed in enumerate((9, 10, 0)):
+        np.testing.assert_array_equal(
+            columns["action"][dataset.episodes[i].rows], episode(seed=seed)["action"].astype(np.float32)
+        )
+    last = np.arange(LENGTH) == LENGTH - 1
+    never = np.zeros(LENGTH, bool)
+    assert columns["score"].tolist() == [1] * 2 * LENGTH + [5] * LENGTH
+    np.testing.assert_array_equal(columns["next.success"], np.concatenate([never, never, last]))
+    np.testing.assert_array_equal(columns["next.reward"], np.concatenate([never, never, last]))
+    np.testing.assert_array_equal(columns["next.done"], np.tile(last, 3))
+    assert not columns["next.truncated"].any()
+    # Low scores are failures or time-outs, as whoever trains says.
+    recording = Recording(np.array([LENGTH] * 3), columns)
+    assert read_outcomes(FromColumn(), recording, "failure").failed.tolist() == [True, True, False]
+    assert read_outcomes(FromColumn(), recording, "timeout").failed.tolist() == [False, False, False]
+    at_least_one = read_outcomes(FromColumn("score", at_least=1.0), recording)
+    np.testing.assert_array_equal(at_least_one.reached, np.tile(last, 3))
+
+
+def test_the_folder_itself_may_be_the_score(tmp_path: Path) -> None:
+    save(tmp_path / "score_9" / "score_4" / "episode_0.hdf5", episode())
+    options: dict[str, Any] = {"fps": 50, "task": "fold", "layout": EXACT}
+    done = convert_hdf5(tmp_path / "score_9" / "score_4", tmp_path / "out", scores=FromScores(at_least=4), **options)
+    assert done.successes == 1
+    assert open_dataset(done.path).columns(["score"])["score"].tolist() == [4] * LENGTH
+
+
+def test_a_timeout_is_truncated(tmp_path: Path) -> None:
+    save(tmp_path / "raw" / "episode_0.hdf5", episode())
+    _, dataset = convert(tmp_path, scores="timeout")
+    columns = dataset.columns(["next.truncated", "next.done", "next.success", "next.reward"])
+    assert {name: bool(values[-1]) for name, values in columns.items()} == {
+        "next.truncated": True,
+        "next.done": True,
+        "next.success": False,
+        "next.reward": False,
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 3, 9])
+def test_order_and_progress_do_not_depend_on_who_reads_ahead(tmp_path: Path, workers: int) -> None:
+    for i in range(5):
+        save(tmp_path / "raw" / f"episode_{i}.hdf5", episode(2 + i, seed=i))
+    heard: list[tuple[int, int]] = []
+    _, dataset = convert(tmp_path, workers=workers, progress=lambda done, total: heard.append((done, total)))
+    assert [info.length for info in dataset.episodes] == [2, 3, 4, 5, 6]
+    assert heard == [(i, 5) for i in range(1, 6)]
+
+
+def test_cameras_are_chosen_by_name_and_depth_is_none(tmp_path: Path) -> None:
+    contents = episode() | {"observations/images/cam_high_depth": np.zeros((LENGTH, 24, 32), np.uint16)}
+    save(tmp_path / "raw" / "episode_0.h5", contents)
+    done, dataset = convert(tmp_path)
+    assert dataset.cameras == tuple(f"observation.images.{camera}" for camera in CAMERAS)
+    assert done.notes == (
+        "/observations/images/cam_high_depth of 1 files has no place in the dataset and is left out.",
+    )
+    (tmp_path / "out").rename(tmp_path / "before")
+    _, dataset = convert(tmp_path, cameras=("cam_left_wrist",))
+    assert dataset.cameras == ("observation.images.cam_left_wrist",)
+    (tmp_path / "out").rename(tmp_path / "long_before")
+    assert convert(tmp_path, cameras=())[1].cameras == ()
+
+
+def test_what_only_some_files_have_is_left_out_and_said(tmp_path: Path) -> None:
+    velocity = {"observations/qvel": np.ones((LENGTH, 14)), "base_action": np.ones((LENGTH, 2))}
+    save(tmp_path / "raw" / "episode_0.hdf5", episode())
+    save(tmp_path / "raw" / "episode_1.hdf5", episode() | velocity)
+    done, dataset = convert(tmp_path)
+    assert "observation.velocity" not in dataset.features
+    assert done.notes == (
+        "/observations/qvel is in 1 of 2 files only, and left out.",
+        "/base_action of 1 files has no place in the dataset and is left out.",
+    )
+
+
+# What is refused: in one line, and nothing is left
+
+
+def refused(tmp_path: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        convert(tmp_path, **options)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "raw"] == []
+    message = str(raised.value).replace(f"{tmp_path}/", "")
+    assert "\n" not in message
+    return message
+
+
+def test_a_folder_without_episodes(tmp_path: Path) -> None:
+    assert refused(tmp_path).startswith("raw is no folder;")
+    (tmp_path / "raw" / "score_5").mkdir(parents=True)
+    (tmp_path / "raw" / "score_5" / "._episode_0.hdf5").touch()  # macOS's companions
+    assert refused(tmp_path).startswith("raw holds no *.hdf5 files, nor do the folders in it;")
+
+
+@pytest.mark.parametrize("folder", ["unrated", "score_high", "."])
+def test_a_folder_without_a_score(tmp_path: Path, folder: str) -> None:
+    save(tmp_path / "raw" / "score_5" / "episode_0.hdf5", episode())
+    save(tmp_path / "raw" / folder / "episode_1.hdf5", episode())
+    where = "raw" if folder == "." else f"raw/{folder}"
+    assert refused(tmp_path, scores=FromScores()).startswith(f"{where} has no score in its name;")
+
+
+FIRST = "raw/episode_0.hdf5"
+
+
+def without(key: str) -> Contents:
+    return {name: values for name, values in episode().items() if not name.startswith(key)}
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (without("action"), f"{FIRST} has no /action; it has observations/images/cam_high, "),
+        (without("observations/qpos"), f"{FIRST} has no /observations/qpos; it has action, "),
+        (without("observations/images"), f"{FIRST} has no /observations/images; "),
+        (episode(pictures=5), f"{FIRST} has 5 pictures of cam_high for 6 actions; "),
+        (episode() | {"observations/qpos": np.zeros((5, 14))}, f"{FIRST} has 5 of /observations/qpos for 6 actions; "),
+        (episode() | {"action": np.zeros(6)}, f"{FIRST} has float64[6] for /action; "),
+        (episode(0), f"{FIRST} has float64[0, 14] for /action; "),
+        (
+            episode() | {"observations/qpos": np.where(np.arange(6)[:, None] == 4, np.nan, np.zeros((6, 14)))},
+            f"{FIRST} has NaN or Inf in /observations/qpos at step 4; ",
+        ),
+        (
+            episode() | {"observations/images/cam_high": np.zeros((6, 24, 32, 3))},
+            f"{FIRST} has float64[6, 24, 32, 3] for cam_high; ",
+        ),
+        (
+            episode() | {"observations/images/cam_high": np.zeros((6, 24, 32), np.uint16)},
+            f"{FIRST} has uint16[6, 24, 32] for cam_high; ",
+        ),
+        (sparse(image_indices=np.array([1, 5, 6])), f"{FIRST} has 2 pictures of cam_high for 3 /image_indices; "),
+        (sparse(image_indices=np.array([5, 1])), f"{FIRST} has /image_indices [5, 1]; "),
+        (sparse(image_indices=np.zeros(0, int)), f"{FIRST} has /image_indices []; "),
+        (sparse(image_indices=np.array([0, 8])), f"{FIRST} has 8 in /image_indices; the episode's steps are 0 to 7."),
+        (sparse(image_indices=np.array([0.0, 5.0])), f"{FIRST} has float64[2] for /image_indices; "),
+        (sparse(chunk_starts=np.array([-1])), f"{FIRST} has -1 in /chunk_starts; the episode's steps are 0 to 7."),
+    ],
+)
+def test_a_file_that_is_no_whole_episode(tmp_path: Path, contents: Contents, message: str) -> None:
+    save(tmp_path / FIRST, contents)
+    assert refused(tmp_path).startswith(message)
+
+
+@pytest.mark.parametrize("frame", [0, 4])
+@pytest.mark.parametrize("keep", [0, 300])
+def test_a_picture_that_cannot_be_decoded_is_named(tmp_path: Path, frame: int, keep: int) -> None:
+    def cut(pictures: list[np.ndarray]) -> list[np.ndarray]:
+        return [picture[:keep] if i == frame else picture for i, picture in enumerate(pictures)]
+
+    save(tmp_path / "raw" / "episode_0.hdf5", episode())
+    save(tmp_path / "raw" / "episode_1.hdf5", packed(episode(), cut))
+    message = refused(tmp_path)
+    assert message.startswith(f"Frame {frame} of cam_high in raw/episode_1.hdf5: the picture cannot be decoded")
+
+
+def test_pictures_of_changing_size(tmp_path: Path) -> None:
+    def grow(pictures: list[np.ndarray]) -> list[np.ndarray]:
+        return [*pictures[:-1], jpeg(np.zeros((48, 64, 3), np.uint8))]
+
+    save(tmp_path / FIRST, packed(episode(), grow))
+    assert refused(tmp_path).startswith(f"{FIRST} has pictures of cam_high that are (48, 64) in frame 5 and (24, 32) ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (
+            {"observations/images/cam_low": waves(LENGTH)},
+            "(24, 32, 3) for observation.images.cam_low, raw/episode_0.hdf5 nothing",
+        ),
+        (
+            {"observations/images/cam_high": waves(LENGTH)[:, :20]},
+            "(20, 32, 3) for observation.images.cam_high, raw/episode_0.hdf5 (24, 32, 3)",
+        ),
+        ({"action": np.zeros((LENGTH, 16))}, "(16,) for action, raw/episode_0.hdf5 (14,)"),
+        ({"observations/qpos": np.zeros((LENGTH, 7))}, "(7,) for observation.state, raw/episode_0.hdf5 (14,)"),
+    ],
+)
+def test_episodes_of_two_robots(tmp_path: Path, changes: Contents, what: str) -> None:
+    save(tmp_path / FIRST, episode())
+    save(tmp_path / "raw" / "episode_1.hdf5", episode() | changes)
+    assert refused(tmp_path).startswith(f"raw/episode_1.hdf5 has {what}; ")
+
+
+def test_a_camera_that_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path / FIRST, episode())
+    message = refused(tmp_path, cameras=("cam_top",))
+    assert message == f"{FIRST} has no camera 'cam_top'; it has cam_high, cam_left_wrist."
+
+
+def test_a_file_that_is_cut_off_or_none(tmp_path: Path) -> None:
+    save(tmp_path / FIRST, episode())
+    whole = (tmp_path / FIRST).read_bytes()
+    for content in (whole[: len(whole) // 2], b"not HDF5"):
+        (tmp_path / FIRST).write_bytes(content)
+        assert refused(tmp_path).startswith(f"{FIRST} cannot be read (")
+
+
+def test_no_readers(tmp_path: Path) -> None:
+    assert refused(tmp_path, workers=0).startswith("workers is 0;")
+
+
+def test_an_existing_dataset_is_not_touched(tmp_path: Path) -> None:
+    save(tmp_path / FIRST, episode())
+    convert(tmp_path)
+    with pytest.raises(UserError, match="exists already"):
+        convert(tmp_path)
+    open_dataset(tmp_path / "out")
+
+
+def test_without_h5py_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / FIRST, episode())
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    assert refused(tmp_path) == f"{FIRST} cannot be read without h5py; pip install 'pistar-rl[hdf5]'."
