@@ -109,10 +109,9 @@ def main() -> None:
         "speedup_n8": round(seconds["n8_separate"] / seconds["n8"], 2),
         "cost_n32_over_n1": round(seconds["n32"] / seconds["n1"], 2),
         "cost_n8_over_n1": round(seconds["n8"] / seconds["n1"], 2),
-        "flops_n8_over_n1_full": round(sample_flops(FULL, 8) / one, 2),
-        "flops_n32_over_n1_full": round(sample_flops(FULL, 32) / one, 2),
+        "flops_n8_over_n1_full": round(sample_flops(FULL, 8) / one, 4),
+        "flops_n32_over_n1_full": round(sample_flops(FULL, 32) / one, 4),
         "flops_n1_full": one,
-        "flops_n8_full": sample_flops(FULL, 8),
         **{f"prefix_over_suffix_{name}": round(share, 1) for name, share in shares.items()},
     }
     print(json.dumps(result))
