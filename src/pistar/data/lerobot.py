@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -198,7 +198,30 @@ def open_dataset(
     `download` fetches what is missing from the Hugging Face hub first. `check_rows` compares meta/ with the rows of all
     data files (a fraction of a second for a million frames); without it, only meta/ is read.
     """
-    root = _find(source, download, revision)
+    dataset, problems = read_meta(find_dataset(source, download=download, revision=revision))
+    if problems:
+        raise UserError(problems[0].what)
+    if check_rows:
+        _check_rows(dataset)
+    return dataset
+
+
+class MetaProblem(NamedTuple):
+    """Something meta/ says that cannot be."""
+
+    episode: int | None
+    """None: the whole dataset."""
+    what: str
+    """One line, fit for the user."""
+    is_count: bool = True
+    """Of lists, indices and totals, which come right when the episodes are written anew."""
+
+
+def read_meta(root: Path) -> tuple[Dataset, list[MetaProblem]]:
+    """What meta/ says, and what is wrong with it; for those who look for faults, the others use `open_dataset`.
+
+    Raises only where nothing could be done with the rest.
+    """
     info = read_json(root / "meta" / "info.json")
     version = info.get("codebase_version")
     if version == "v2.0":
@@ -208,20 +231,27 @@ def open_dataset(
         )
     if version not in VERSIONS:
         raise UserError(f"{root} has codebase_version {version!r}; pistar reads {' and '.join(VERSIONS)}: convert it.")
+    problems: list[MetaProblem] = []
     try:
         features = {name: _feature(entry) for name, entry in info["features"].items()}
         fps = float(info["fps"])
         robot_type = info.get("robot_type")
-        tasks, episodes = (_meta_v21 if version == "v2.1" else _meta_v30)(root, info, features, fps)
+        tasks: dict[int, str] = {}
+        try:
+            tasks = (_tasks_v21 if version == "v2.1" else _tasks_v30)(root)
+        except UserError as error:
+            problems.append(MetaProblem(None, str(error)))
+        episodes = (_episodes_v21 if version == "v2.1" else _episodes_v30)(root, info, features, fps)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UserError(
             f"{root}/meta is not LeRobot's {version} ({type(error).__name__}: {error}); copy or download it again."
         ) from error
+    if not (math.isfinite(fps) and fps > 0):
+        raise UserError(f"{root} has fps {fps:g}; frames need a positive rate: correct meta/info.json.")
+    if not episodes:
+        raise UserError(f"{root} has no episodes; record some first.")
     dataset = Dataset(root, version, fps, robot_type, features, tasks, tuple(episodes))
-    _check_meta(dataset, info)
-    if check_rows:
-        _check_rows(dataset)
-    return dataset
+    return dataset, [*problems, *_contradictions(dataset, info)]
 
 
 def lerobot_home() -> Path:
@@ -231,7 +261,8 @@ def lerobot_home() -> Path:
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "lerobot"
 
 
-def _find(source: str | Path, download: bool, revision: str | None) -> Path:
+def find_dataset(source: str | Path, *, download: bool = False, revision: str | None = None) -> Path:
+    """The folder of a dataset named by its path or, in the LeRobot cache, by its repository id."""
     path = Path(source).expanduser()
     is_repo_id = isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
     if not path.exists() and is_repo_id:
@@ -273,12 +304,22 @@ def _feature(entry: Mapping[str, Any]) -> Feature:
     return Feature(str(entry["dtype"]), shape, entry.get("names"), entry.get("info") or {})
 
 
-def _meta_v21(
+def _tasks_v21(root: Path) -> dict[int, str]:
+    return {int(line["task_index"]): str(line["task"]) for line in read_jsonl(root / "meta" / "tasks.jsonl")}
+
+
+def _tasks_v30(root: Path) -> dict[int, str]:
+    table = read_parquet(root / "meta" / "tasks.parquet", None).to_pydict()
+    # The text was the index of a pandas frame, with or without a name.
+    texts = next(table[name] for name in ("__index_level_0__", "task") if name in table)
+    return {int(index): str(text) for index, text in zip(table["task_index"], texts, strict=True)}
+
+
+def _episodes_v21(
     root: Path, info: Mapping[str, Any], features: Mapping[str, Feature], fps: float
-) -> tuple[dict[int, str], list[EpisodeInfo]]:
+) -> list[EpisodeInfo]:
     """One data file and one video per camera for each episode; rows are counted, not stored."""
     del fps  # every video begins with its episode
-    tasks = {int(line["task_index"]): str(line["task"]) for line in read_jsonl(root / "meta" / "tasks.jsonl")}
     videos = [name for name, feature in features.items() if feature.dtype == "video"]
     episodes, row = [], 0
     for line in sorted(read_jsonl(root / "meta" / "episodes.jsonl"), key=lambda line: int(line["episode_index"])):
@@ -288,18 +329,13 @@ def _meta_v21(
         data_file = root / info["data_path"].format(**place)
         episodes.append(EpisodeInfo(index, length, tuple(line["tasks"]), row, data_file, spans))
         row += length
-    return tasks, episodes
+    return episodes
 
 
-def _meta_v30(
+def _episodes_v30(
     root: Path, info: Mapping[str, Any], features: Mapping[str, Feature], fps: float
-) -> tuple[dict[int, str], list[EpisodeInfo]]:
+) -> list[EpisodeInfo]:
     """Many episodes a file. Data and each camera roll to the next file at their own time."""
-    table = read_parquet(root / "meta" / "tasks.parquet", None).to_pydict()
-    # The text was the index of a pandas frame, with or without a name.
-    texts = next(table[name] for name in ("__index_level_0__", "task") if name in table)
-    tasks = {int(index): str(text) for index, text in zip(table["task_index"], texts, strict=True)}
-
     videos = [name for name, feature in features.items() if feature.dtype == "video"]
     names = ["episode_index", "tasks", "length", "dataset_from_index", "data/chunk_index", "data/file_index"]
     names += [f"videos/{c}/{field}" for c in videos for field in ("chunk_index", "file_index", "from_timestamp")]
@@ -321,39 +357,37 @@ def _meta_v30(
         data_file = root / info["data_path"].format(**_place(line, "data"))
         row, length = int(line["dataset_from_index"]), int(line["length"])
         episodes.append(EpisodeInfo(int(line["episode_index"]), length, tuple(line["tasks"]), row, data_file, spans))
-    return tasks, episodes
+    return episodes
 
 
 def _place(line: Mapping[str, Any], prefix: str) -> dict[str, int]:
     return {field: int(line[f"{prefix}/{field}"]) for field in ("chunk_index", "file_index")}
 
 
-def _check_meta(dataset: Dataset, info: Mapping[str, Any]) -> None:
+def _contradictions(dataset: Dataset, info: Mapping[str, Any]) -> Iterator[MetaProblem]:
     """What meta/ says must be possible, and agree with itself."""
     root, again = dataset.root, "copy or download the dataset again."
-    if not (math.isfinite(dataset.fps) and dataset.fps > 0):
-        raise UserError(f"{root} has fps {dataset.fps:g}; frames need a positive rate: correct meta/info.json.")
-    if not dataset.episodes:
-        raise UserError(f"{root} has no episodes; record some first.")
     for name, feature in dataset.features.items():
         rate = feature.info.get("video.fps", dataset.fps)
         if rate != dataset.fps:
-            raise UserError(
-                f"{name} was recorded at {rate:g} fps but the dataset at {dataset.fps:g}; "
-                "frames and actions would drift apart: resample the camera's videos."
-            )
+            what = f"{name} was recorded at {rate:g} fps but the dataset at {dataset.fps:g}; "
+            what += "frames and actions would drift apart: resample the camera's videos."
+            yield MetaProblem(None, what, is_count=False)
     row = 0
     for number, episode in enumerate(dataset.episodes):
-        if episode.index != number:
-            raise UserError(f"{root}/meta lists episode {episode.index} where episode {number} should be; {again}")
+        index = episode.index
+        if index != number:
+            yield MetaProblem(None, f"{root}/meta lists episode {index} where episode {number} should be; {again}")
         if episode.length < 1:
-            raise UserError(f"Episode {number} of {root} has {episode.length} frames; drop it from the dataset.")
+            what = f"Episode {index} of {root} has {episode.length} frames; drop it from the dataset."
+            yield MetaProblem(index, what, is_count=False)
         if episode.from_row != row:
-            raise UserError(f"Episode {number} of {root} starts at row {episode.from_row}, not at {row}; {again}")
+            what = f"Episode {index} of {root} starts at row {episode.from_row}, not at {row}; {again}"
+            yield MetaProblem(index, what)
         row += episode.length
     for key, found in (("total_episodes", len(dataset.episodes)), ("total_frames", row)):
         if info.get(key, found) != found:
-            raise UserError(f"{root}/meta/info.json says {key} {info[key]} but meta/ lists {found}; {again}")
+            yield MetaProblem(None, f"{root}/meta/info.json says {key} {info[key]} but meta/ lists {found}; {again}")
 
 
 def _check_rows(dataset: Dataset) -> None:
