@@ -2,12 +2,18 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from pistar.errors import UserError
 
 Remat = Literal["none", "dots", "full"]
 DType = Literal["float32", "bfloat16"]
+Aggregation = Literal["mean", "min", "mean_minus_std"]
+Head = Literal["bounded", "linear"]
+CriticEncoder = Literal["prefix", "own"]
+CriticLoss = Literal["huber", "squared"]
+Actor = Literal["awr", "best_of_n", "bc"]
+AwrBy = Literal["weight", "resample"]
 
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 """The cameras π₀ was pre-trained with, in the order of its prefix tokens."""
@@ -18,6 +24,12 @@ def _check_sizes(config: object, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{name} is {value!r}; a size is a whole number of at least 1.")
+
+
+def _check_choice(config: object, name: str, choices: object) -> None:
+    value, known = getattr(config, name), get_args(choices)
+    if value not in known:
+        raise UserError(f"{name} is {value!r}; it is one of {', '.join(known)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,3 +145,149 @@ class Pi0Config:
     def image_tokens(self) -> int:
         """Prefix tokens per camera."""
         return (self.image_size // self.vision.patch_size) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """An ensemble of networks that value action chunks. docs/acrlpd.md says when to use which."""
+
+    ensemble: int = 10
+    """K: how many networks, independent but for the data."""
+    hidden: tuple[int, ...] = (512, 512, 512)
+    """Widths of the hidden layers."""
+    dropout: float = 0.0
+    """Part of each hidden layer switched off while learning. 0.1 where data is scarce; 0 otherwise."""
+    layer_norm: bool = True
+    """Between a layer's weights and its ReLU. Without it values of unseen actions run away."""
+    head: Head = "bounded"
+    """`bounded`: a sigmoid over the reachable returns, learning by cross-entropy. `linear`: a plain number."""
+    output_bias: float = 0.0
+    """Of the last layer at birth, before the sigmoid: at −3, returns in [0, 1] start near 0: nothing succeeds yet."""
+    aggregation: Aggregation = "mean"
+    """One value from K: `mean` (QC), `min`, or `mean_minus_std`, which subtracts `std_factor` deviations."""
+    std_factor: float = 1.0
+    """How many standard deviations `mean_minus_std` subtracts."""
+    target_subset: int | None = None
+    """Targets aggregate this many networks, drawn anew each update (RLPD: `min` of 2). None: all of them."""
+    encoder: CriticEncoder = "prefix"
+    """How pictures are seen: `prefix`, π₀'s pooled features, prompt included; `own`, a small network, no prompt."""
+    own_image_size: int = 64
+    """Side of the pictures the `own` encoder reads."""
+    own_width: int = 256
+    """Width of the features the `own` encoder makes of them."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "ensemble", "own_image_size", "own_width")
+        if any(width < 1 for width in self.hidden):
+            raise UserError(f"critic.hidden is {self.hidden}; each width is a whole number of at least 1 (512).")
+        _check_choice(self, "head", Head)
+        _check_choice(self, "aggregation", Aggregation)
+        _check_choice(self, "encoder", CriticEncoder)
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"critic.dropout is {self.dropout}; it is the part switched off, from 0 to below 1 (0.1).")
+        if not math.isfinite(self.output_bias):
+            raise UserError(f"critic.output_bias is {self.output_bias}; use a finite number (0).")
+        if not 0 <= self.std_factor < math.inf:
+            raise UserError(f"critic.std_factor is {self.std_factor}; doubt lowers a value, use 0 or more (1).")
+        if self.target_subset is not None and not 1 <= self.target_subset <= self.ensemble:
+            raise UserError(
+                f"critic.target_subset is {self.target_subset} of {self.ensemble} networks; "
+                f"draw 1 to {self.ensemble}, or None for all."
+            )
+        if self.encoder == "own" and self.own_image_size % 16:
+            raise UserError(
+                f"critic.own_image_size is {self.own_image_size}; four layers halve the picture, use a multiple of 16."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class AcrlpdConfig:
+    """Q-chunking on π₀: a critic of chunks, and a policy that moves to what the critic prefers."""
+
+    horizon: int
+    """h: how many actions of a chunk are executed before the policy looks again. The critic values exactly these."""
+    action_dims: int
+    """How many numbers of an action are the robot's; the rest of π₀'s 32 is padding, which no critic may see."""
+    gamma: float = 0.99
+    """Discount of a control step, not of a chunk. 1 − 1/T suits episodes of T steps."""
+    tau: float = 0.005
+    """How far the target critic follows the critic in an update."""
+    candidates: int = 4
+    """N: policy samples among which the critic chooses, for targets, for acting, and as the advantage's baseline. More
+    find more of the critic's errors."""
+    flow_steps: int = 10
+    """Euler steps of a sample."""
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    critic_loss: CriticLoss = "huber"
+    """Of a `linear` head; a `bounded` one has its cross-entropy."""
+    step_reward: tuple[float, float] = (0.0, 0.0)
+    """The least and the most that a step pays which does not end the task."""
+    last_reward: tuple[float, float] = (0.0, 1.0)
+    """The least and the most that the step pays which ends it: (−penalty, 1), or (−penalty, 0) at −1 a step."""
+    return_range: tuple[float, float] | None = None
+    """Where targets are clipped to. None: what rewards and γ can reach."""
+    actor: Actor = "awr"
+    """`awr`: imitate each chunk by its advantage. `best_of_n`: imitate the best of own samples and data. `bc`: imitate
+    everything alike and leave the improvement to acting (QC)."""
+    beta: float = 0.5
+    """Temperature of AWR in standard deviations of the advantage; where it starts, if it adapts."""
+    target_ess: float | None = None
+    """Adapt the temperature until the weights leave this part of the batch effective. None: β stays."""
+    weight_clip: float = 20.0
+    """The largest weight AWR gives, before weights are divided by their mean."""
+    awr_by: AwrBy = "weight"
+    """`weight` multiplies losses; `resample` draws chunks in proportion, each with noise and time of its own."""
+    actor_scale: float = 1.0
+    """λ_actor: weight of the actor's loss."""
+    bc_scale: float = 0.05
+    """λ_bc: weight of plain imitation beside it. With the actor `bc`, the weight of the whole loss."""
+    ema_decay: float | None = 0.99
+    """Of the policy that acts, proposes next actions and is saved. None: the trained one does."""
+    augmentation: bool = True
+    """Of the pictures the policy learns from and the critic judges in; never of the next ones."""
+    critic_updates: int = 1
+    """Update-to-data ratio: the batch is dealt out to this many critic updates, one after the other."""
+    actor_delay: int = 1
+    """The policy learns in every so-many-th update."""
+    critic_warmup: int = 0
+    """So many updates at first teach the critic alone."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "horizon", "action_dims", "candidates", "flow_steps", "critic_updates", "actor_delay")
+        _check_choice(self, "critic_loss", CriticLoss)
+        _check_choice(self, "actor", Actor)
+        _check_choice(self, "awr_by", AwrBy)
+        if not 0 < self.gamma <= 1:
+            raise UserError(f"gamma is {self.gamma}; a discount is above 0 and at most 1 (1 − 1/T for T steps).")
+        if not 0 < self.tau <= 1:
+            raise UserError(f"tau is {self.tau}; the target moves by a part of the way, above 0 and at most 1 (0.005).")
+        for name in ("step_reward", "last_reward", "return_range"):
+            bounds = getattr(self, name)
+            if bounds is not None and not -math.inf < bounds[0] <= bounds[1] < math.inf:
+                raise UserError(f"{name} is {bounds}; give the least and the most, both finite, in this order.")
+        if self.return_range is not None and self.return_range[0] == self.return_range[1]:
+            raise UserError(f"return_range is {self.return_range}; a critic needs room between the two.")
+        if self.return_range is None and self.gamma == 1 and self.step_reward != (0.0, 0.0):
+            raise UserError(
+                f"gamma is 1 and step_reward {self.step_reward}, so returns have no bound; "
+                "set return_range, or gamma below 1."
+            )
+        if self.return_range is None and self.step_reward == self.last_reward == (0.0, 0.0):
+            raise UserError("step_reward and last_reward are (0, 0): nothing is ever paid; say what a success pays.")
+        if not 0 < self.beta < math.inf:
+            raise UserError(f"beta is {self.beta}; a temperature is positive and finite (try 0.5).")
+        if not 1 <= self.weight_clip < math.inf:
+            raise UserError(f"weight_clip is {self.weight_clip}; an average chunk weighs 1, clip above that (20).")
+        if self.target_ess is not None and not 0 < self.target_ess < 1:
+            raise UserError(f"target_ess is {self.target_ess}; it is a part of the batch, between 0 and 1 (try 0.3).")
+        if self.target_ess is not None and self.actor != "awr":
+            raise UserError(f"target_ess is {self.target_ess} but the actor {self.actor!r} has no weights; use awr.")
+        for name in ("actor_scale", "bc_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)}; it weighs a loss, use 0 or more.")
+        if self.bc_scale == 0 and (self.actor == "bc" or self.actor_scale == 0):
+            raise UserError("bc_scale is 0 and nothing else trains the policy; set it above 0 (1 for the actor bc).")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise UserError(f"ema_decay is {self.ema_decay}; use 0 to below 1 (0.99), or None for no average.")
+        if self.critic_warmup < 0:
+            raise UserError(f"critic_warmup is {self.critic_warmup}; it counts updates, use 0 for none.")

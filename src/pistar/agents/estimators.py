@@ -3,18 +3,23 @@
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from pistar.config import Aggregation
 from pistar.types import AnyArray
 
 T = TypeVar("T")
 
 
 def ema(old: T, new: T, decay: float) -> T:
-    """decay·old + (1 − decay)·new, leaf by leaf."""
+    """decay·old + (1 − decay)·new, leaf by leaf. Polyak's target update is the same with decay = 1 − τ."""
     averaged: T = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n, old, new)
     return averaged
+
+
+# --- Returns ----------------------------------------------------------------------------------------------------------
 
 
 def h_step_return(
@@ -33,3 +38,75 @@ def h_step_return(
     discounts = (gamma ** np.arange(h)).astype(np.float32)
     steps = valid.sum(axis=-1).astype(rewards.dtype)
     return (rewards * valid * discounts).sum(axis=-1), gamma**steps * masks[:, h - 1]
+
+
+def reachable_returns(step: tuple[float, float], last: tuple[float, float], gamma: float) -> tuple[float, float]:
+    """Bounds of Σ_{k<n} γᵏ·r_k + γⁿ·l over all n, with rewards r in `step` and l in `last`, the one that ends the task.
+
+    With r constant this walks from l (n = 0) to r/(1 − γ) (n → ∞) without turning round, so these two ends decide:
+    [min(l, r/(1 − γ)), max(l, r/(1 − γ))]. At γ = 1 steps must pay nothing.
+    """
+    forever = [0.0 if r == 0 else r / (1 - gamma) for r in step]
+    return min(last[0], forever[0]), max(last[1], forever[1])
+
+
+# --- Ensembles --------------------------------------------------------------------------------------------------------
+
+
+def aggregate(
+    values: Float[Array, "k *b"], how: Aggregation, std_factor: float = 1.0, subset: Int[Array, " m"] | None = None
+) -> Float[Array, "*b"]:
+    """One value from K: min_k, mean_k, or mean_k − c·std_k; over those of the subset, if one was drawn."""
+    if subset is not None:
+        values = values[subset]
+    if how == "min":
+        return values.min(axis=0)
+    if how == "mean":
+        return values.mean(axis=0)
+    return values.mean(axis=0) - std_factor * values.std(axis=0)
+
+
+def draw_subset(key: PRNGKeyArray, ensemble: int, size: int | None) -> Int[Array, " m"] | None:
+    """Which `size` of the ensemble to ask (RLPD), each at most once; None asks all."""
+    return None if size is None else jax.random.permutation(key, ensemble)[:size]
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+
+
+def awr_weights(
+    advantages: Float[Array, " b"], beta: Float[Array, ""] | float, clip: float
+) -> tuple[Float[Array, " b"], dict[str, Array]]:
+    """w_b = min(exp(A_b / (β·std A)), clip), divided by its mean over the batch. In float32, whatever came in.
+
+    Scaled by std A, because what an advantage of 0.1 means depends on the rewards. Also returns the effective part of
+    the batch, and how many weights were clipped.
+    """
+    advantages = advantages.astype(jnp.float32)
+    exponent = advantages / (beta * (advantages.std() + 1e-6))
+    # Clipped before the exponential, which could overflow.
+    weights = jnp.exp(jnp.minimum(exponent, jnp.log(clip)))
+    weights = weights / weights.mean()
+    return weights, {"ess": effective_part(weights), "clip_rate": jnp.mean(exponent > jnp.log(clip))}
+
+
+def effective_part(weights: Float[Array, " b"]) -> Float[Array, ""]:
+    """(Σw)² / (B·Σw²): 1 where all weigh the same, 1/B where one has everything."""
+    return jnp.square(weights.sum()) / (len(weights) * jnp.square(weights).sum())
+
+
+def temperature_loss(log_beta: Float[Array, ""], ess: Float[Array, ""], target_ess: float) -> Float[Array, ""]:
+    """log β · (ESS − target): descending it raises β while too few chunks are effective, and lowers it otherwise.
+
+    A flow policy has no cheap log π to hold against a target entropy; the weights' effective size takes its place.
+    """
+    return log_beta * jax.lax.stop_gradient(ess - target_ess)
+
+
+def resample(key: PRNGKeyArray, weights: Float[Array, " b"]) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    """As many rows as there are, drawn with p_b = w_b / Σw, and what each drawn one still weighs: mean(w) / w_b.
+
+    So E Σ_j f(row_j)·w_{row_j}·correction_j = Σ_b w_b·f(b) for any f, and w·correction is the same for every row.
+    """
+    rows = jax.random.categorical(key, jnp.log(weights), shape=weights.shape)
+    return rows, weights.mean() / weights[rows]

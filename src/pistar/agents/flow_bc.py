@@ -62,7 +62,7 @@ class FlowBC:
         augment_key, _, _ = jax.random.split(key, 3)  # the other two make noise and time
         observations = batch.observations
         if self.augmentation:
-            observations = self._augmented(augment_key, observations)
+            observations = self.augmented(augment_key, observations)
         noise, time = draw_noise_and_time(key, batch.actions.shape)
 
         def loss_of(trained: Params) -> Float[Array, ""]:
@@ -71,13 +71,15 @@ class FlowBC:
             return weighted_flow_loss(loss, jnp.asarray(batch.valid), jnp.asarray(batch.weight))
 
         loss, gradient = jax.value_and_grad(loss_of)(state.trained)
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}  # before clipping, as OpenPI logs it
+        return self.descend(state, gradient), metrics
+
+    def descend(self, state: FlowBCState, gradient: Params) -> FlowBCState:
+        """The optimiser's step down this gradient, and the average's after it."""
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        average = None
-        if self.ema_decay is not None:
-            average = ema(state.average, trained, self.ema_decay)
-        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}  # before clipping, as OpenPI logs it
-        return FlowBCState(trained, state.frozen, average, optimizer, state.step + 1), metrics
+        average = None if self.ema_decay is None else ema(state.average, trained, self.ema_decay)
+        return FlowBCState(trained, state.frozen, average, optimizer, state.step + 1)
 
     def act(self, state: FlowBCState, observation: Observation, key: PRNGKeyArray) -> Float[Array, "b h a"]:
         """One chunk per observation, in the model's normalised space."""
@@ -90,7 +92,8 @@ class FlowBC:
         """What is served: the average if there is one."""
         return (state.trained if state.average is None else state.average) | state.frozen
 
-    def _augmented(self, key: PRNGKeyArray, observation: Observation) -> Observation:
+    def augmented(self, key: PRNGKeyArray, observation: Observation) -> Observation:
+        """With pictures of the model's size, cropped, turned and recoloured at random."""
         size = self.config.image_size
         images = {name: to_float(jnp.asarray(image)) for name, image in observation.images.items()}
         images = {name: resize_with_pad(image, size, size) for name, image in images.items()}

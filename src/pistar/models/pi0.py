@@ -34,6 +34,11 @@ class Prefix:
     """PaliGemma's last hidden states, normalised. Where `mask` is False they mean nothing."""
     state: Float[Array, "b a"]
 
+    def take(self, rows: Int[Array, " r"]) -> "Prefix":
+        """The prefixes of these observations, in this order."""
+        cache = jax.tree.map(lambda leaf: leaf[:, rows], self.cache)  # layers come first there
+        return Prefix(cache, self.mask[rows], self.features[rows], self.state[rows])
+
 
 class PaliGemma(nnx.Module):
     """The vision tower and the experts, under the names they have in OpenPI's checkpoints."""
