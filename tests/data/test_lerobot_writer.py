@@ -1,4 +1,7 @@
-"""What our writer writes: read back by our reader, and laid out field by field as LeRobot lays it out."""
+"""What our writer writes: read back by our reader, and laid out field by field as LeRobot lays it out.
+
+LeRobot itself reads it in test_lerobot_reads_ours.py.
+"""
 
 import dataclasses
 import io
@@ -16,7 +19,8 @@ import pytest
 from PIL import Image
 
 from pistar.data.lerobot import Dataset, open_dataset
-from pistar.data.lerobot_tables import histogram_stats, number_stats, pixel_histogram
+from pistar.data.lerobot_pictures import compress
+from pistar.data.lerobot_tables import histogram_stats, number_stats
 from pistar.data.lerobot_writer import DatasetWriter, Layout, write_dataset
 from pistar.errors import UserError
 from pistar.types import Episode
@@ -192,23 +196,6 @@ def test_videos_are_encoded_as_lerobot_encodes_them(rewritten: Dataset) -> None:
     assert len(facts[0][-1]) == 264
 
 
-@pytest.mark.filterwarnings("ignore")  # lerobot's and torch's
-def test_lerobot_itself_reads_what_we_write(rewritten: Dataset) -> None:
-    theirs = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="8 GB; pip install lerobot==0.4.4")
-    dataset = theirs.LeRobotDataset("pistar/rewritten", root=rewritten.root)
-    columns = rewritten.columns(["observation.state", "action", "next.reward", "next.done"])
-    for info in rewritten.episodes:
-        for row in (info.rows.start, info.rows.start + info.length // 2, info.rows.stop - 1):
-            item = dataset[row]
-            assert item["task"] == info.tasks[0]
-            for name, column in columns.items():
-                np.testing.assert_array_equal(item[name].numpy(), column[row])
-            number = row - info.from_row
-            (picture,) = rewritten.decode(info.index, CAMERAS[0], number, number + 1)
-            read = np.round(item[CAMERAS[0]].numpy().transpose(1, 2, 0) * 255).astype(np.uint8)
-            np.testing.assert_array_equal(read, picture)
-
-
 # Files
 
 
@@ -303,13 +290,16 @@ def test_columns_are_renamed_and_keep_their_types(tmp_path: Path) -> None:
         "observation/state": np.arange(8.0).reshape(4, 2),
         "gripper": np.arange(4),
         "on": np.ones((4, 1), bool),
+        "said": np.array(["go", "", "left", "été"]),
     }
     source = dataclasses.replace(episode(4), observations=observations)
     dataset = write(tmp_path / "d", source, columns={"observation/state": "state", "actions": "actions"})
-    columns = dataset.columns(["state", "gripper", "on", "actions"])
+    columns = dataset.columns(["state", "gripper", "on", "actions", "said"])
     np.testing.assert_array_equal(columns["state"], observations["observation/state"], strict=True)
     np.testing.assert_array_equal(columns["gripper"], observations["gripper"], strict=True)
     np.testing.assert_array_equal(columns["on"], [True] * 4)
+    assert columns["said"].tolist() == ["go", "", "left", "été"]
+    assert dataset.features["said"].dtype == "string"
     assert dataset.cameras == ()
     assert json.loads((dataset.root / "meta" / "info.json").read_text())["video_path"] is None
 
@@ -320,8 +310,8 @@ def test_statistics_worked_out_by_hand() -> None:
     assert stats["std"] == pytest.approx([np.sqrt(3.5)])
     frames = np.zeros((2, 2, 2, 3), np.uint8)
     frames[1, ..., 0] = 255
-    count, pixels = pixel_histogram(frames)
-    colours = histogram_stats(pixels, count)
+    pictures = compress(frames, 2, fps=50, video=False)
+    colours = histogram_stats(pictures.pixels, pictures.sample)
     assert colours["count"] == [2]
     assert colours["max"] == [[[1.0]], [[0.0]], [[0.0]]]
     assert colours["mean"] == [[[0.5]], [[0.0]], [[0.0]]]
@@ -364,6 +354,7 @@ def test_bad_episodes_leave_nothing_behind(tmp_path: Path) -> None:
     refuse(path, "'index' cannot be a column", seeing(index=np.zeros((4, 3))))
     refuse(path, "actions would be a second column 'action'", seeing(action=np.zeros((4, 3))))
     refuse(path, r"depth is float32\[4, 8, 8\]; columns are vectors", seeing(depth=np.zeros((4, 8, 8), np.float32)))
+    refuse(path, r"said is <U2\[4, 2\]; columns are", seeing(said=np.full((4, 2), "go")))
     refuse(path, "is 64×63; video needs even sizes", seeing(top=np.zeros((4, 63, 64, 3), np.uint8)))
     refuse(path, "action has 14 numbers but 2 names", good, names={"action": ["x", "y"]})
     refuse(path, "fps is 0", good, fps=0)

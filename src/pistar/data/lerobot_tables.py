@@ -3,7 +3,6 @@
 The statistics are for LeRobot's eyes; what training normalises with comes from `norm_stats`.
 """
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Float, Int, UInt8
-from PIL import Image
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
-def data_table(columns: Mapping[str, np.ndarray], features: Mapping[str, Mapping[str, Any]]) -> Any:  # noqa: ANN401
-    """An arrow table with the schema, and the schema's metadata, that `datasets` gives LeRobot's."""
+def data_table(columns: Mapping[str, np.ndarray | Sequence[bytes]], features: Mapping[str, Mapping[str, Any]]) -> Any:  # noqa: ANN401  # pyarrow is untyped
+    """An arrow table with the schema, and the schema's metadata, that `datasets` gives LeRobot's.
+
+    Columns are numbers, text, or a PNG a row.
+    """
     arrays: dict[str, Any] = {}
     kinds: dict[str, dict[str, Any]] = {}
     for name, values in columns.items():
@@ -25,10 +26,11 @@ def data_table(columns: Mapping[str, np.ndarray], features: Mapping[str, Mapping
         kind: dict[str, Any] = {"dtype": dtype, "_type": "Value"}
         if dtype == "image":
             fields = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-            cells = [{"bytes": _png(frame), "path": f"frame-{i:06d}.png"} for i, frame in enumerate(values)]
+            cells = [{"bytes": png, "path": f"frame-{i:06d}.png"} for i, png in enumerate(values)]
             arrays[name], kinds[name] = pa.array(cells, fields), {"_type": "Image"}
             continue
-        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+        rows = np.ascontiguousarray(values).reshape(-1)
+        flat = pa.array(rows.tolist(), pa.string()) if dtype == "string" else pa.array(rows)
         if shape == [1]:
             arrays[name], kinds[name] = flat, kind
         else:
@@ -37,12 +39,6 @@ def data_table(columns: Mapping[str, np.ndarray], features: Mapping[str, Mapping
             kinds[name] = {"feature": kind, "length": shape[0], "_type": "List"}
     metadata = {"huggingface": json.dumps({"info": {"features": kinds}})}
     return pa.table(arrays).replace_schema_metadata(metadata)
-
-
-def _png(frame: UInt8[np.ndarray, "h w 3"]) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(frame).save(out, format="PNG", compress_level=1)
-    return out.getvalue()
 
 
 def episodes_table(lines: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401  # pyarrow is untyped
@@ -85,17 +81,18 @@ def number_stats(values: np.ndarray) -> dict[str, Any]:
     return stats | {key: row.tolist() for key, row in zip(QUANTILES, quantiles, strict=True)}
 
 
-def pixel_histogram(frames: UInt8[np.ndarray, "t h w 3"]) -> tuple[int, Int[np.ndarray, "3 256"]]:
-    """How many pictures were looked at, and how often each value occurs in each colour of them.
+def sampled_frames(length: int) -> Int[np.ndarray, " n"]:
+    """The pictures of an episode that statistics look at, LeRobot's choice: some 100 or more, spread over it."""
+    count = min(length, max(100, round(length**0.75)))
+    return np.round(np.linspace(0, length - 1, count)).astype(int)
 
-    LeRobot's sample: some 100 pictures or more spread over the episode, large ones thinned to about 150 pixels a side.
-    """
-    count = min(len(frames), max(100, round(len(frames) ** 0.75)))
-    chosen = np.round(np.linspace(0, len(frames) - 1, count)).astype(int)
-    longer = max(frames.shape[1:3])
+
+def pixel_counts(frame: UInt8[np.ndarray, "h w 3"]) -> Int[np.ndarray, "3 256"]:
+    """How often each value occurs in each colour; large pictures are thinned as LeRobot's, to about 150 a side."""
+    longer = max(frame.shape[:2])
     step = max(1, longer // 150) if longer >= 300 else 1
-    sample = frames[chosen, ::step, ::step]
-    return count, np.stack([np.bincount(sample[..., c].ravel(), minlength=256) for c in range(3)])
+    sample = frame[::step, ::step]
+    return np.stack([np.bincount(sample[..., c].ravel(), minlength=256) for c in range(3)])
 
 
 def histogram_stats(pixels: Int[np.ndarray, "3 256"], pictures: int) -> dict[str, Any]:

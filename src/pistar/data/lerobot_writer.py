@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,17 +17,11 @@ import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Int, UInt8
+from jaxtyping import Int
 
 from pistar.data.lerobot import open_dataset
-from pistar.data.lerobot_tables import (
-    data_table,
-    episodes_table,
-    histogram_stats,
-    number_stats,
-    pixel_histogram,
-    tasks_table,
-)
+from pistar.data.lerobot_pictures import Pictures, check_size, codec, compress
+from pistar.data.lerobot_tables import data_table, episodes_table, histogram_stats, number_stats, tasks_table
 from pistar.errors import UserError
 from pistar.types import Episode
 
@@ -78,9 +71,10 @@ def write_dataset(
 class DatasetWriter:
     """Takes episodes one by one, in bounded memory; the dataset appears when the `with` block ends without an error.
 
-    Observations become columns: uint8 `[t, h, w, 3]` are cameras, everything else numbers. The observation after the
-    last action has no place in LeRobot's format and is left out. The outcome is in the last row: `next.done` when the
-    episode terminated or was truncated, `next.truncated`, `next.success`; `next.reward` is in every row.
+    Observations become columns: uint8 `[t, h, w, 3]` are cameras, everything else numbers, or a text a step. The
+    observation after the last action has no place in LeRobot's format and is left out. The outcome is in the last row:
+    `next.done` when the episode terminated or was truncated, `next.truncated`, `next.success`; `next.reward` is in
+    every row.
     """
 
     def __init__(
@@ -92,9 +86,11 @@ class DatasetWriter:
         columns: Mapping[str, str] | None = None,
         names: Mapping[str, Sequence[str]] | None = None,
         layout: Layout = Layout(),  # noqa: B008  # frozen
+        aside: Path | None = None,
     ) -> None:
         """`columns`: from the episodes' names (and `actions`) to LeRobot's; others keep theirs, actions are `action`.
-        `names`: by column, what its numbers are called.
+        `names`: by column, what its numbers are called. `aside`: a folder to be made on the same disk, where the
+        dataset grows; None for one next to it.
         """
         if fps < 1:
             raise UserError(f"fps is {fps}; frames need a positive rate.")
@@ -103,7 +99,7 @@ class DatasetWriter:
         self._path, self._fps, self._robot_type, self._layout = path, fps, robot_type, layout
         self._columns, self._names = {"actions": "action", **(columns or {})}, names or {}
         # On the same disk, so that the last step is a rename.
-        self._aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        self._aside = aside or path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         self._features: dict[str, dict[str, Any]] = {}
         self._tasks: dict[str, int] = {}
         self._lines: list[dict[str, Any]] = []
@@ -128,8 +124,8 @@ class DatasetWriter:
             self._data.abandon()
             shutil.rmtree(self._aside, ignore_errors=True)
 
-    def add(self, episode: Episode) -> None:
-        """Append an episode."""
+    def add(self, episode: Episode, pictures: Mapping[str, Pictures] | None = None) -> None:
+        """Append an episode. `pictures`: cameras compressed beforehand, by LeRobot's names."""
         cameras, numbers = self._split(episode)
         length, index = len(episode.actions), len(self._lines)
         task = self._tasks.get(episode.task, len(self._tasks))
@@ -140,28 +136,42 @@ class DatasetWriter:
             "index": np.arange(self._rows, self._rows + length),
             "task_index": np.full(length, task),
         }
-        self._check_features(cameras, numbers)
+        ready = dict(pictures or {})
+        for name, given in ready.items():
+            if (given.length, given.is_video) != (length, self._layout.videos):
+                raise UserError(
+                    f"Episode {index} has {given.length} pictures of {name}; {length} in one format belong."
+                )
+        sizes = {name: frames.shape[1:] for name, frames in cameras.items()}
+        self._check_features(sizes | {name: given.shape for name, given in ready.items()}, numbers)
         try:
+            for name, frames in cameras.items():
+                ready[name] = compress(frames, length, fps=self._fps, video=self._layout.videos)
             line: dict[str, Any] = {"episode_index": index, "tasks": [episode.task], "length": length}
-            stored = {**numbers, **({} if self._layout.videos else cameras)}
+            stored: dict[str, np.ndarray | Sequence[bytes]] = dict(numbers)
+            stored |= {name: given.content for name, given in ready.items() if not given.is_video}
             line |= self._data.add({name: stored[name] for name in self._features if name in stored}, self._features)
             line |= {"dataset_from_index": self._rows, "dataset_to_index": self._rows + length}
-            if self._layout.videos:
-                for camera, frames in cameras.items():
-                    if camera not in self._videos:
-                        self._videos[camera] = _VideoFiles(self._aside, camera, self._fps, self._layout)
-                    line |= self._videos[camera].add(frames)
+            for name in (name for name in self._features if name in ready and self._layout.videos):
+                if name not in self._videos:
+                    self._videos[name] = _VideoFiles(self._aside, name, self._fps, self._layout)
+                line |= self._videos[name].add(ready[name])
         except (OSError, av.FFmpegError) as error:
             raise self._failed(error) from error
-        for name in self._features:
-            stats = number_stats(numbers[name]) if name in numbers else self._count_pixels(name, cameras[name])
+        for name, feature in self._features.items():
+            if name in ready:
+                self._histograms[name] += ready[name].pixels
+                self._pictures[name] += ready[name].sample
+                stats = histogram_stats(ready[name].pixels, ready[name].sample)
+            else:
+                stats = {} if feature["dtype"] == "string" else number_stats(numbers[name])
             line |= {f"stats/{name}/{key}": value for key, value in stats.items()}
         self._lines.append(line | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
         self._tasks[episode.task] = task
         self._rows += length
 
     def _split(self, episode: Episode) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The episode's pictures and numbers by LeRobot's names, all of the episode's length."""
+        """The episode's pictures, and its numbers and text, by LeRobot's names, all of the episode's length."""
         length, index = len(episode.actions), len(self._lines)
         if length == 0:
             raise UserError(f"Episode {index} has no steps; leave it out.")
@@ -191,19 +201,22 @@ class DatasetWriter:
         for name, values in numbers.items():
             if len(values) != length:
                 raise UserError(f"Episode {index} has {len(values)} of {name} for {length} actions; they must match.")
+            if _is_text(values):
+                continue
             if values.dtype.kind not in "biuf" or values.ndim > 2:
                 raise UserError(
-                    f"{name} is {values.dtype}{list(values.shape)}; columns are vectors of numbers: flatten it."
+                    f"{name} is {values.dtype}{list(values.shape)}; columns are vectors of numbers, or a text a step: "
+                    "flatten it."
                 )
             if not np.isfinite(values).all():
                 raise UserError(f"Episode {index} has NaN or Inf in {name}; repair it or leave the episode out.")
         return cameras, numbers
 
-    def _check_features(self, cameras: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> None:
+    def _check_features(self, cameras: Mapping[str, tuple[int, ...]], numbers: Mapping[str, np.ndarray]) -> None:
         """The first episode says what the columns are; the others must agree."""
         features = {name: self._number_feature(name, values) for name, values in numbers.items()}
         front = {name: feature for name, feature in features.items() if name not in RESERVED}
-        pictures = {name: self._camera_feature(name, frames) for name, frames in cameras.items()}
+        pictures = {name: self._camera_feature(name, *shape) for name, shape in cameras.items()}
         features = front | pictures | {name: features[name] for name in RESERVED}
         if not self._features:
             self._features = features
@@ -223,10 +236,9 @@ class DatasetWriter:
         names = list(self._names[name]) if name in self._names else None
         if names is not None and len(names) != shape[0]:
             raise UserError(f"{name} has {shape[0]} numbers but {len(names)} names; they must match.")
-        return {"dtype": str(values.dtype), "shape": shape, "names": names}
+        return {"dtype": "string" if _is_text(values) else str(values.dtype), "shape": shape, "names": names}
 
-    def _camera_feature(self, name: str, frames: UInt8[np.ndarray, "t h w 3"]) -> dict[str, Any]:
-        _, height, width, channels = frames.shape
+    def _camera_feature(self, name: str, height: int, width: int, channels: int) -> dict[str, Any]:
         feature: dict[str, Any] = {
             "dtype": "video" if self._layout.videos else "image",
             "shape": [height, width, channels],
@@ -234,14 +246,11 @@ class DatasetWriter:
         }
         if not self._layout.videos:
             return feature
-        if height % 2 or width % 2:
-            raise UserError(
-                f"{name} is {width}×{height}; video needs even sizes: resize, or write with Layout(videos=False)."
-            )
+        check_size(name, height, width)
         info = {
             "video.height": height,
             "video.width": width,
-            "video.codec": _codec()[1],
+            "video.codec": codec()[1],
             "video.pix_fmt": "yuv420p",
             "video.is_depth_map": False,
             "video.fps": self._fps,
@@ -249,12 +258,6 @@ class DatasetWriter:
             "has_audio": False,
         }
         return feature | {"info": info}
-
-    def _count_pixels(self, camera: str, frames: UInt8[np.ndarray, "t h w 3"]) -> dict[str, Any]:
-        sample, pixels = pixel_histogram(frames)
-        self._histograms[camera] += pixels
-        self._pictures[camera] += sample
-        return histogram_stats(pixels, sample)
 
     def _finish(self) -> None:
         if not self._lines:
@@ -284,7 +287,7 @@ class DatasetWriter:
         (meta / "info.json").write_text(json.dumps(info, indent=4, ensure_ascii=False, allow_nan=False))
         dataset = open_dataset(self._aside)
         # Of the data itself: LeRobot averages the episodes' quantiles, which are then nobody's quantiles.
-        columns = (name for name, feature in dataset.features.items() if not feature.is_camera)
+        columns = (n for n, feature in dataset.features.items() if not feature.is_camera and feature.dtype != "string")
         stats = {name: number_stats(dataset.columns([name])[name]) for name in columns}
         stats |= {name: histogram_stats(pixels, self._pictures[name]) for name, pixels in self._histograms.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4, allow_nan=False))
@@ -306,7 +309,9 @@ class _DataFiles:
         self._sink: Any = None
         self._writer: Any = None
 
-    def add(self, columns: Mapping[str, np.ndarray], features: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    def add(
+        self, columns: Mapping[str, np.ndarray | Sequence[bytes]], features: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, int]:
         table = data_table(columns, features)
         # What its rows will take is not known yet: as much as those before, as LeRobot guesses.
         size = 0 if self._sink is None else self._sink.tell() * (1 + len(table) / self._rows)
@@ -338,7 +343,7 @@ class _DataFiles:
 class _VideoFiles:
     """One camera's videos, many episodes a file, a new file when the last is full.
 
-    Each episode is encoded by itself, so that nothing of one shows in the next, and its packets appended.
+    Each episode was encoded by itself, so that nothing of one shows in the next; its packets are appended.
     """
 
     def __init__(self, root: Path, camera: str, fps: int, layout: Layout) -> None:
@@ -348,11 +353,11 @@ class _VideoFiles:
         self._container: Any = None
         self._stream: Any = None
 
-    def add(self, frames: UInt8[np.ndarray, "t h w 3"]) -> dict[str, int | float]:
-        clip = _encode(frames, self._fps)
-        size = clip.getbuffer().nbytes
+    def add(self, pictures: Pictures) -> dict[str, int | float]:
+        (clip,) = pictures.content
+        size = len(clip)
         is_full = self._bytes + size >= self._layout.video_files_size_in_mb * MEGABYTE
-        with av.open(clip, "r") as source:
+        with av.open(io.BytesIO(clip), "r") as source:
             stream = source.streams.video[0]
             if self._container is None or is_full:
                 self.close()
@@ -364,7 +369,7 @@ class _VideoFiles:
                 packet.pts, packet.dts = packet.pts + later, packet.dts + later
                 packet.stream = self._stream
                 self._container.mux(packet)
-        first, self._frames, self._bytes = self._frames, self._frames + len(frames), self._bytes + size
+        first, self._frames, self._bytes = self._frames, self._frames + pictures.length, self._bytes + size
         place = {
             **_place(self._number, self._layout),
             "from_timestamp": first / self._fps,
@@ -390,29 +395,10 @@ class _VideoFiles:
         self._stream = self._container.add_stream_from_template(template, opaque=True)  # a copy, no encoder
 
 
-def _encode(frames: UInt8[np.ndarray, "t h w 3"], fps: int) -> io.BytesIO:
-    """One episode as an mp4 of its own."""
-    encoder, _, options = _codec()
-    os.environ.setdefault("SVT_LOG", "1")  # errors only: the encoder writes its banner past every logger
-    clip = io.BytesIO()
-    with av.open(clip, "w", format="mp4") as container:
-        stream = container.add_stream(encoder, rate=fps, options=options)
-        assert isinstance(stream, av.VideoStream)
-        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-        for pixels in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
-        container.mux(stream.encode(None))
-    clip.seek(0)
-    return clip
-
-
-def _codec() -> tuple[str, str, dict[str, str]]:
-    """Encoder, the codec's name in info.json, options: LeRobot's, whose every second frame can be sought."""
-    options = {"g": "2", "crf": "30"}
-    if "libsvtav1" in av.codecs_available:
-        # LeRobot's preset 12 is a little faster; in 8 files are a fifth smaller and in-between frames closer.
-        return "libsvtav1", "av1", options | {"preset": "8"}
-    return "libx264", "h264", options | {"bf": "0"}
+def _is_text(values: np.ndarray) -> bool:
+    if values.dtype.kind not in "UO" or values.size != len(values):
+        return False
+    return all(isinstance(value, str) for value in values.flat)
 
 
 def _place(number: int, layout: Layout) -> dict[str, int]:
