@@ -28,7 +28,8 @@ HOW = (
     "no lerobot here; python3.11 -m venv lerobot && lerobot/bin/pip install lerobot==0.4.4 (8 GB), "
     "apt-get install ffmpeg, and set LEROBOT_PYTHON=lerobot/bin/python"
 )
-pytestmark = pytest.mark.skipif(not PYTHON, reason=HOW)
+if not PYTHON:
+    pytest.skip(HOW, allow_module_level=True)
 
 FPS = 50
 CAMERAS = {"observation.images.cam_high": (64, 96), "observation.images.wrist": (64, 64), "side": (80, 64)}
@@ -70,7 +71,7 @@ def episode(number: int, length: int) -> Episode:
     )
 
 
-EPISODES = [episode(i, length) for i, length in enumerate(LENGTHS)] if PYTHON else []
+EPISODES = [episode(i, length) for i, length in enumerate(LENGTHS)]
 
 
 class Read(NamedTuple):
