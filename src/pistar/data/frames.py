@@ -61,10 +61,19 @@ class Frames:
     def __len__(self) -> int:
         return len(next(iter(self._frames.values()), ()))
 
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"]) -> "Frames":
+        """All of them are always ready."""
+        del episodes, upcoming
+        return self
+
     def gather(
-        self, camera: str, rows: Int[np.ndarray, " b"], out: UInt8[np.ndarray, "b size size 3"] | None = None
+        self,
+        camera: str,
+        rows: Int[np.ndarray, " r"],
+        out: UInt8[np.ndarray, "b size size 3"] | None = None,
+        places: Int[np.ndarray, " r"] | None = None,
     ) -> UInt8[np.ndarray, "b size size 3"]:
-        """Copies of the pictures at `rows`, into `out` if given."""
+        """Copies of the pictures at `rows`, into `out[places]` if given."""
         if camera not in self._frames:
             raise UserError(f"{camera!r} is not among the cached cameras {list(self._frames)}; open them with it.")
         frames = self._frames[camera]
@@ -72,9 +81,21 @@ class Frames:
             out = np.empty((len(rows), *frames.shape[1:]), np.uint8)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(frames):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(frames)}")
-        for i, row in enumerate(rows.tolist()):  # six times as fast as fancy indexing
-            out[i] = frames[row]
+        copy_rows([frames], np.zeros(len(rows), np.int64), rows, out, places)
         return out
+
+
+def copy_rows(
+    arrays: Sequence[UInt8[np.ndarray, "_ size size 3"]],
+    which: Int[np.ndarray, " r"],
+    rows: Int[np.ndarray, " r"],
+    out: UInt8[np.ndarray, "b size size 3"],
+    places: Int[np.ndarray, " r"] | None = None,
+) -> None:
+    """out[places[i]] = arrays[which[i]][rows[i]], six times as fast as fancy indexing."""
+    into = range(len(rows)) if places is None else places.tolist()
+    for place, array, row in zip(into, which.tolist(), rows.tolist(), strict=True):
+        out[place] = arrays[array][row]
 
 
 def open_frames(
@@ -110,6 +131,21 @@ def open_frames(
             if not cache.is_whole():  # by now
                 _build(cache, dataset, report, workers or len(os.sched_getaffinity(0)))
     return Frames({camera: cache.path for camera, cache in caches.items()})
+
+
+def decode_resized(
+    dataset: Dataset, episode: EpisodeInfo, camera: str, size: int
+) -> Iterator[UInt8[np.ndarray, "size size 3"]]:
+    """All of an episode's pictures, in order; an error if they are not as many as its rows."""
+    count = 0
+    for picture in dataset.decode(episode.index, camera):
+        yield resize_with_pad(picture, size, size)
+        count += 1
+    if count != episode.length:
+        raise UserError(
+            f"Episode {episode.index} of {dataset.root} has {count} pictures of {camera} for {episode.length} rows; "
+            "copy or download the dataset again, or drop the episode."
+        )
 
 
 def default_cache_dir() -> Path:
@@ -307,18 +343,12 @@ def _decode_all(
         try:
             place = offset + episode.from_row * cache.frame_bytes
             _reserve(frames, place, episode.length * cache.frame_bytes)
-            pictures = dataset.decode(episode.index, cache.camera)
+            pictures = decode_resized(dataset, episode, cache.camera, cache.size)
             while batch := list(itertools.islice(pictures, BATCH)):
                 if stop.is_set():
                     return
-                resized = [resize_with_pad(picture, cache.size, cache.size) for picture in batch]
-                _write(frames, resized, place + int(written[episode.index]) * cache.frame_bytes)
+                _write(frames, batch, place + int(written[episode.index]) * cache.frame_bytes)
                 written[episode.index] += len(batch)
-            if (found := int(written[episode.index])) != episode.length:
-                raise UserError(
-                    f"Episode {episode.index} of {dataset.root} has {found} pictures of {cache.camera} for "
-                    f"{episode.length} rows; copy or download the dataset again, or drop the episode."
-                )
             results.put((episode.index, None))
         except Exception as error:  # raised again where somebody waits for it
             results.put((episode.index, error))

@@ -86,20 +86,31 @@ class RobotInputs:
     robot: Robot
 
     def __call__(self, data: Data) -> Data:
-        flat, robot = flatten(data), self.robot
-        state = np.concatenate([self._joints(flat, key, dim) for key, dim in robot.state_keys.items()], axis=-1)
-        images = {slot: self._image(flat, path) for slot, path in robot.cameras.items()}
+        flat = flatten(data)
+        state, actions = self.joints(flat)
+        images = self.images(flat)
         black = np.zeros_like(next(image for image in images.values() if image is not None))
         out: Data = {
             "image": {slot: black if image is None else image for slot, image in images.items()},
             "image_mask": {slot: np.full(state.shape[:-1], image is not None) for slot, image in images.items()},
-            "state": robot.state_to_model(state),
+            "state": state,
         }
-        if "actions" in flat:
-            out["actions"] = robot.actions_to_model(self._joints(flat, "actions", robot.action_dim))
+        if actions is not None:
+            out["actions"] = actions
         if "prompt" in flat:
             out["prompt"] = flat["prompt"]
         return out
+
+    def images(self, flat: Data) -> dict[str, UInt8[np.ndarray, "... _ _ 3"] | None]:
+        """By the model's cameras; None where the robot has no such camera."""
+        return {slot: self._image(flat, path) for slot, path in self.robot.cameras.items()}
+
+    def joints(self, flat: Data) -> tuple[Float[np.ndarray, "... s"], Float[np.ndarray, "... a"] | None]:
+        """State and, where there are any, actions, as the model knows them."""
+        robot = self.robot
+        state = np.concatenate([self._joints(flat, key, dim) for key, dim in robot.state_keys.items()], axis=-1)
+        actions = self._joints(flat, "actions", robot.action_dim) if "actions" in flat else None
+        return robot.state_to_model(state), None if actions is None else robot.actions_to_model(actions)
 
     def _joints(self, flat: Data, path: str, dim: int) -> Joints:
         if path not in flat:

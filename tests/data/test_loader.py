@@ -1,0 +1,485 @@
+"""Batches against what `input_transform` makes of the same frames one by one, and against a loop over windows."""
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pistar.data.chunks import WindowOptions
+from pistar.data.dataset_stats import compute_norm_stats
+from pistar.data.frame_pool import FramePool
+from pistar.data.frames import Frames, open_frames
+from pistar.data.lerobot import Dataset, open_dataset
+from pistar.data.loader import Loader, Part, PoolOptions, _PoolSchedule, _shares
+from pistar.data.rewards import FromColumn, RewardScheme
+from pistar.data.robots import ROBOTS, Robot, input_transform
+from pistar.data.source import (
+    ChunkSource,
+    ModelInputs,
+    PictureStore,
+    dataset_cameras,
+    dataset_source,
+    label_dataset,
+    split_episodes,
+)
+from pistar.data.transforms import stack_observations
+from pistar.errors import UserError
+from pistar.models.tokenizer import PromptTokenizer, load_tokenizer
+from pistar.types import ChunkBatch, Observation
+
+LEROBOT = Path(__file__).parent.parent / "fixtures" / "lerobot"
+SIZE, HORIZON, EXECUTED = 24, 8, 5
+OPTIONS = WindowOptions(HORIZON, EXECUTED)
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    return open_dataset(LEROBOT / "lerobot_v30")
+
+
+@pytest.fixture(scope="module")
+def frames(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Frames:
+    return open_frames(dataset, dataset.cameras, SIZE, tmp_path_factory.mktemp("frames"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PromptTokenizer:
+    return load_tokenizer("tiny", 96)
+
+
+def model_inputs(dataset: Dataset, tokenizer: PromptTokenizer, robot: str, norm: Any, discrete: bool) -> ModelInputs:
+    stats = compute_norm_stats(dataset, ROBOTS[robot], HORIZON)
+    return ModelInputs(ROBOTS[robot], stats, norm, tokenizer, 32, SIZE, discrete)
+
+
+@pytest.fixture(scope="module")
+def inputs(dataset: Dataset, tokenizer: PromptTokenizer) -> ModelInputs:
+    return model_inputs(dataset, tokenizer, "aloha", "zscore", discrete=False)
+
+
+def make_source(dataset: Dataset, inputs: ModelInputs, pictures: PictureStore) -> ChunkSource:
+    labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
+    return dataset_source(dataset, inputs, OPTIONS, labels, pictures)
+
+
+@pytest.fixture(scope="module")
+def source(dataset: Dataset, inputs: ModelInputs, frames: Frames) -> ChunkSource:
+    return make_source(dataset, inputs, frames)
+
+
+def same(one: object, other: object) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), one, other)))
+
+
+class Twin:
+    """The slow and obvious way: decode, transform and count one frame at a time."""
+
+    def __init__(self, dataset: Dataset, inputs: ModelInputs) -> None:
+        self.dataset, self.inputs = dataset, inputs
+        self.columns = dataset.columns(["observation.state", "action", "next.success"])
+        self.tasks = dataset.frame_tasks()
+        self.pictures = {
+            camera: [p for e in dataset.episodes for p in dataset.decode(e.index, camera)] for camera in dataset.cameras
+        }
+        self.transform = input_transform(
+            inputs.robot,
+            inputs.stats,
+            inputs.norm,
+            inputs.tokenizer,
+            action_dim=inputs.action_dim,
+            image_size=inputs.image_size,
+            discrete_state=inputs.discrete_state,
+            repack=inputs.robot.repack,
+        )
+
+    def frame(self, row: int) -> dict[str, Any]:
+        end = next(e.from_row + e.length for e in self.dataset.episodes if e.from_row <= row < e.from_row + e.length)
+        steps = [min(row + k, end - 1) for k in range(HORIZON)]
+        return self.transform(
+            {camera: pictures[row] for camera, pictures in self.pictures.items()}
+            | {
+                "observation.state": self.columns["observation.state"][row],
+                "action": self.columns["action"][steps],
+                "prompt": self.tasks[row],
+            }
+        )
+
+
+def check_observation(given: Observation, frames: list[dict[str, Any]]) -> None:
+    wanted = stack_observations(frames)
+    for field in dataclasses.fields(Observation):
+        assert same(getattr(given, field.name), getattr(wanted, field.name)), field.name
+
+
+@pytest.mark.parametrize(
+    ("robot", "norm", "discrete"),
+    [("aloha", "zscore", False), ("aloha", "quantile", True), ("aloha_absolute", "zscore", False)],
+)
+def test_a_batch_is_what_the_transforms_make_of_its_frames(
+    dataset: Dataset,
+    frames: Frames,
+    tokenizer: PromptTokenizer,
+    robot: str,
+    norm: str,
+    discrete: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ROBOTS, "aloha_absolute", dataclasses.replace(ROBOTS["aloha"], delta_mask=None))
+    inputs = model_inputs(dataset, tokenizer, robot, norm, discrete)
+    source, twin = make_source(dataset, inputs, frames), Twin(dataset, inputs)
+    loader = Loader([Part(source)], 24, seed=3)
+    batch = loader.sample_batch(11)
+    # Which windows these are is told by a second loader that has nothing to hide.
+    starts = drawn_starts(source, 24, seed=3, step=11)
+    fields = source.windows.gather(starts)
+    assert not fields.valid.all()  # some reach past an end
+    check_observation(batch.observations, [twin.frame(int(row)) for row in fields.observation_rows])
+    check_observation(batch.next_observations, [twin.frame(int(row)) for row in fields.next_rows])
+    wanted = np.stack([twin.frame(int(start))["actions"] for start in starts])
+    np.testing.assert_allclose(batch.actions, wanted, rtol=2e-7, atol=1e-6)
+    for name in ("rewards", "masks", "valid", "terminals", "next_terminal", "sequence_mask"):
+        assert np.array_equal(getattr(batch, name), getattr(fields, name)), name
+
+
+def drawn_starts(source: ChunkSource, size: int, seed: int, step: int) -> np.ndarray:
+    """By a source whose states are the rows' own numbers."""
+    told = spy(source)
+    assert (told.windows.kept_before == 0).all()
+    return rows_of(Loader([Part(told)], size, seed).sample_batch(step))
+
+
+def spy(source: ChunkSource) -> ChunkSource:
+    """The same windows; the first number of the state is the row."""
+    told = source.select(source.episodes)
+    rows = np.arange(len(source.windows.rewards), dtype=np.float32)
+    told._state = np.repeat(rows[:, None], 32, axis=1)
+    return told
+
+
+def rows_of(batch: ChunkBatch) -> np.ndarray:
+    rows: np.ndarray = np.rint(np.asarray(batch.observations.state)[:, 0]).astype(np.int64)
+    return rows
+
+
+def test_a_step_always_gives_the_same_batch_and_another_step_or_seed_another(source: ChunkSource) -> None:
+    loader, again = Loader([Part(source)], 16, seed=1), Loader([Part(source)], 16, seed=1)
+    later = loader.sample_batch(5)
+    loader.sample_batch(2)
+    assert same(loader.sample_batch(5), later)
+    assert same(again.sample_batch(5), later)
+    told = spy(source)
+    drawn = {
+        (seed, step): tuple(rows_of(Loader([Part(told)], 16, seed).sample_batch(step)))
+        for seed in (0, 1, 2**40)
+        for step in (0, 1, 10**9)
+    }
+    assert len(set(drawn.values())) == len(drawn)
+
+
+def test_batches_made_ahead_are_those_of_their_steps_and_stay_as_they_are(source: ChunkSource) -> None:
+    loader = Loader([Part(source)], 8, seed=0, ahead=3, workers=2)
+    kept = list(loader.batches(7, 19))  # all alive at once: none may be overwritten
+    assert len(kept) == 12
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(kept[0]))
+    for step, batch in enumerate(kept, start=7):
+        assert same(batch, loader.sample_batch(step)), step
+
+
+def test_memory_of_dropped_batches_is_used_again(source: ChunkSource) -> None:
+    loader = Loader([Part(source)], 8, seed=0, ahead=1, workers=1)
+    addresses = set()
+    for batch in loader.batches(0, 20):
+        image: Any = batch.observations.images["base_0_rgb"]
+        addresses.add(image.unsafe_buffer_pointer())
+        del batch, image
+    # Two moments, three cameras, and about as many batches at a time as are made ahead.
+    assert len(addresses) <= 2 * 3 * 5
+    assert all(address % 64 == 0 for address in addresses)
+
+
+def test_an_endless_stream_stops_its_threads_when_nobody_listens(source: ChunkSource) -> None:
+    stream = Loader([Part(source)], 4, seed=0).batches(0)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]  # it is a generator
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_an_error_in_the_background_reaches_the_reader(source: ChunkSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise UserError("the disk is gone")
+
+    monkeypatch.setattr(type(source.pictures), "gather", fail)
+    with pytest.raises(UserError, match="the disk is gone"):
+        next(iter(Loader([Part(source)], 4, seed=0).batches(0, 3)))
+
+
+def test_policy_batches_hold_the_same_windows_without_what_follows(source: ChunkSource) -> None:
+    loader = Loader([Part(source)], 8, seed=0)
+    chunks, policy = loader.sample_batch(4), loader.sample_policy_batch(4)
+    assert same(policy.observations, chunks.observations)
+    assert same((policy.actions, policy.valid), (chunks.actions, chunks.valid))
+    assert np.array_equal(policy.weight, np.ones(8))
+    assert same(next(iter(loader.policy_batches(4, 5))), policy)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_together_hold_the_batch_of_one(source: ChunkSource, hosts: int) -> None:
+    whole = Loader([Part(source)], 16, seed=9).sample_batch(3)
+    parts = [Loader([Part(source)], 16, seed=9, host=host, hosts=hosts).sample_batch(3) for host in range(hosts)]
+    assert same(jax.tree.map(lambda *rows: np.concatenate(rows), *parts), whole)
+
+
+def test_rows_are_laid_over_the_devices_by_a_sharding(source: ChunkSource) -> None:
+    mesh = jax.make_mesh((1,), ("batch",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))  # type: ignore[no-untyped-call]
+    loader = Loader([Part(source)], 8, seed=0, sharding=sharding)
+    batch = next(iter(loader.batches(0, 1)))
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(batch))
+    assert same(batch, loader.sample_batch(0))
+
+
+# Mixing
+
+
+def test_each_batch_keeps_the_shares_and_its_halves_are_mixed_alike(source: ChunkSource) -> None:
+    told = spy(source)
+    low, high = told.select(told.episodes[:4]), told.select(told.episodes[4:])
+    border = int(told.windows.ends[3])
+    loader = Loader([Part(low, 1.0), Part(high, 3.0)], 64, seed=0)
+    firsts = []
+    for step in range(20):
+        rows = rows_of(loader.sample_batch(step))
+        assert (rows < border).sum() == 16
+        firsts.append((rows[:32] < border).sum())
+    assert 4 < np.mean(firsts) < 12  # 8 of the first half
+
+
+@given(
+    weights=st.lists(st.floats(0, 10), min_size=1, max_size=5).filter(lambda w: sum(w) > 0.1),
+    count=st.integers(1, 300),
+    offset=st.floats(0, 1, exclude_max=True),
+)
+def test_shares_are_never_off_by_more_than_one_row(weights: list[float], count: int, offset: float) -> None:
+    ends = _shares(weights, count, offset)
+    assert ends[-1] == count
+    assert list(ends) == sorted(ends)
+    sizes = np.diff([0, *ends])
+    wanted = np.array(weights) / sum(weights) * count
+    assert (abs(sizes - wanted) <= 1 + 1e-6).all()
+
+
+def test_shares_that_are_no_whole_numbers_are_right_on_average() -> None:
+    sizes = [np.diff([0, *_shares([1.0, 2.0], 4, float(offset))])[0] for offset in np.arange(0.005, 1, 0.01)]
+    assert np.mean(sizes) == pytest.approx(4 / 3, abs=0.02)
+
+
+def test_a_dataset_of_another_rate_is_not_mixed_in(source: ChunkSource) -> None:
+    slow = source.select(source.episodes)
+    slow.fps = 10.0
+    with pytest.raises(UserError, match="50 and 10 frames a second"):
+        Loader([Part(source), Part(slow)], 4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parts": []}, "nothing to draw from"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 5, "hosts": 2}, "multiple of the number of hosts, 2: try 4"),
+        ({"seed": -1}, "seed is -1"),
+        ({"weight": 0.0}, r"weights of the mixture are \[0.0\]"),
+        ({"weight": -1.0}, r"weights of the mixture are \[-1.0\]"),
+        ({"episodes": []}, "no window to draw"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(source: ChunkSource, change: dict[str, Any], words: str) -> None:
+    given = source.select(np.array(change.pop("episodes"), np.int64)) if "episodes" in change else source
+    parts = [Part(given, change.pop("weight", 1.0))]
+    options: dict[str, Any] = {"parts": parts, "batch_size": 4, "seed": 0}
+    with pytest.raises(UserError, match=words):
+        Loader(**(options | change))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("action_dim", 16, "action_dim 32 and 16"), ("image_size", 48, "image_size 24 and 48")],
+)
+def test_datasets_prepared_for_different_models_are_not_mixed(
+    source: ChunkSource, field: str, value: Any, words: str
+) -> None:
+    other = source.select(source.episodes)
+    other.inputs = dataclasses.replace(source.inputs, **{field: value})
+    with pytest.raises(UserError, match=words):
+        Loader([Part(source), Part(other)], 4, seed=0)
+
+
+def test_datasets_cut_differently_are_not_mixed(source: ChunkSource) -> None:
+    other = source.select(source.episodes)
+    other.windows = dataclasses.replace(source.windows, options=WindowOptions(HORIZON, 2))
+    with pytest.raises(UserError, match="cut differently"):
+        Loader([Part(source), Part(other)], 4, seed=0)
+
+
+# A few episodes at a time
+
+
+@pytest.fixture
+def pool(dataset: Dataset) -> Iterator[FramePool]:
+    pool = FramePool(dataset, dataset.cameras, SIZE)
+    yield pool
+    pool.close()
+
+
+def test_memory_pool_and_disk_cache_give_the_same_batches(
+    dataset: Dataset, inputs: ModelInputs, source: ChunkSource, pool: FramePool
+) -> None:
+    options = PoolOptions(episodes=5)
+    disk = Loader([Part(source)], 32, seed=4, pool=options)
+    memory = Loader([Part(make_source(dataset, inputs, pool))], 32, seed=4, pool=options)
+    for step, batch in enumerate(memory.batches(20, 50), start=20):
+        assert same(batch, disk.sample_batch(step)), step
+    assert same(memory.sample_batch(3), disk.sample_batch(3))  # back in time
+
+
+def test_without_pools_the_memory_pool_holds_everything(
+    dataset: Dataset, inputs: ModelInputs, source: ChunkSource, pool: FramePool
+) -> None:
+    memory = Loader([Part(make_source(dataset, inputs, pool))], 16, seed=4)
+    assert same(memory.sample_batch(0), Loader([Part(source)], 16, seed=4).sample_batch(0))
+
+
+def test_the_pool_decodes_ahead_and_forgets(dataset: Dataset, pool: FramePool) -> None:
+    def held() -> set[int]:
+        return {episode for episode, _ in pool._decoded}
+
+    view = pool.view(np.array([3, 1]), np.array([7]))
+    assert held() == {1, 3, 7}
+    pool.view(np.array([7]), np.array([2]))
+    assert held() == {7, 2}
+    # A batch that is still being made keeps what it needs.
+    info, out = dataset.episodes[3], np.zeros((1, SIZE, SIZE, 3), np.uint8)
+    view.gather(dataset.cameras[0], np.array([info.from_row + 2]), out, np.array([0]))
+    with pytest.raises(IndexError, match="not all of these episodes"):
+        view.gather(dataset.cameras[0], np.array([dataset.episodes[7].from_row]), out, np.array([0]))
+
+
+def test_a_pass_draws_from_every_episode_in_proportion_to_its_windows(source: ChunkSource) -> None:
+    told = spy(source)
+    loader = Loader([Part(told)], 50, seed=0, pool=PoolOptions(episodes=3, reuse=20.0))
+    steps = 20 * len(told.starts) // 50
+    counts = np.zeros(len(told.windows.ends))
+    for step in range(steps):
+        rows = rows_of(loader.sample_batch(step))
+        episodes = np.unique(told.windows.episodes[rows])
+        assert len(episodes) <= 3
+        counts += np.bincount(told.windows.episodes[rows], minlength=len(counts))
+    windows = np.bincount(told.windows.episodes[told.starts], minlength=len(counts))
+    np.testing.assert_allclose(counts / windows, 20, rtol=0.25)
+
+
+@given(step=st.integers(0, 10**6), size=st.integers(1, 14), seed=st.integers(0, 5))
+def test_pools_follow_each_other_as_announced(source: ChunkSource, step: int, size: int, seed: int) -> None:
+    schedule = _PoolSchedule.of(source, PoolOptions(size), seed, 16.0)
+    turn = schedule.turn(step)
+    assert len(turn.episodes) <= size
+    assert set(source.windows.episodes[turn.starts]) == set(turn.episodes)
+    after = next(t for s in itertools.count(step + 1) if (t := schedule.turn(s)) is not turn)
+    if len(schedule._pass(0)[0]) > 1:
+        assert np.array_equal(after.episodes, turn.upcoming)
+
+
+@pytest.mark.parametrize(("options", "words"), [((0,), "pool.episodes is 0"), ((3, 0.0), "pool.reuse is 0.0")])
+def test_pools_of_nothing_are_refused(options: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        PoolOptions(*options)
+
+
+# Sources
+
+
+def test_selected_episodes_are_the_only_ones_drawn(source: ChunkSource) -> None:
+    told = spy(source).select(np.array([2, 5]))
+    assert told.episodes.tolist() == [2, 5]
+    drawn = {int(row) for step in range(5) for row in rows_of(Loader([Part(told)], 64, 0).sample_batch(step))}
+    assert set(told.windows.episodes[list(drawn)]) == {2, 5}
+    assert len(source.episodes) == 12  # the one it came from is untouched
+
+
+@given(success=st.lists(st.booleans(), min_size=0, max_size=60), held_out=st.floats(0, 0.99), seed=st.integers(0, 3))
+def test_a_split_is_whole_disjoint_and_even(success: list[bool], held_out: float, seed: int) -> None:
+    flags = np.array(success, bool)
+    train, judged = split_episodes(flags, held_out, seed)
+    assert sorted([*train, *judged]) == list(range(len(flags)))
+    assert same(split_episodes(flags, held_out, seed), (train, judged))
+    for kind in (True, False):
+        total, out = int((flags == kind).sum()), int((flags[judged] == kind).sum())
+        assert abs(out - held_out * total) <= 1
+        if total > 1 and held_out > 0:
+            assert 0 < out < total
+
+
+def test_a_split_by_another_seed_is_another() -> None:
+    flags = np.arange(40) % 2 == 0
+    assert not np.array_equal(split_episodes(flags, 0.25, 0)[1], split_episodes(flags, 0.25, 1)[1])
+
+
+def test_a_share_of_one_leaves_nothing_to_train_on() -> None:
+    with pytest.raises(UserError, match="held_out is 1"):
+        split_episodes(np.ones(3, bool), 1.0, 0)
+
+
+def test_a_prompt_of_ones_own_replaces_the_tasks(dataset: Dataset, inputs: ModelInputs, frames: Frames) -> None:
+    labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
+    source = dataset_source(dataset, inputs, OPTIONS, labels, frames, prompt="fold it")
+    tokens, _ = inputs.tokenizer.tokenize("fold it", None)
+    batch = Loader([Part(source)], 8, seed=0).sample_batch(0)
+    assert (batch.observations.tokenized_prompt == tokens).all()
+
+
+def test_notes_of_the_rewards_reach_the_source(source: ChunkSource) -> None:
+    assert any("count as time-outs" in note for note in source.notes)
+
+
+def test_recorded_rewards_are_read_from_the_dataset(dataset: Dataset) -> None:
+    labels = label_dataset(dataset, FromColumn(), RewardScheme("recorded"))
+    assert np.array_equal(labels.rewards, dataset.columns(["next.reward"])["next.reward"])
+
+
+def robot_without(robot: Robot, camera: str) -> dict[str, Any]:
+    images = {name: column for name, column in robot.repack["images"].items() if name != camera}
+    return {**robot.repack, "images": images}
+
+
+def test_a_camera_the_robot_may_lack_is_black_and_masked(dataset: Dataset, inputs: ModelInputs, frames: Frames) -> None:
+    labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
+    repack = robot_without(inputs.robot, "cam_left_wrist")
+    source = dataset_source(dataset, inputs, OPTIONS, labels, frames, repack=repack)
+    loader = Loader([Part(source)], 8, seed=0)
+    for batch in (loader.sample_batch(0), loader.sample_batch(1)):  # the second in used memory
+        seen = batch.observations
+        assert {name: bool(mask.all()) for name, mask in seen.image_masks.items()} == {
+            "base_0_rgb": True,
+            "left_wrist_0_rgb": False,
+            "right_wrist_0_rgb": True,
+        }
+        assert not seen.images["left_wrist_0_rgb"].any()
+        assert seen.images["base_0_rgb"].any()
+
+
+def test_a_camera_the_robot_needs_is_missed(dataset: Dataset, inputs: ModelInputs) -> None:
+    with pytest.raises(UserError, match="repack has no column for 'images/cam_high'"):
+        dataset_cameras(dataset, inputs.robot, robot_without(inputs.robot, "cam_high"))
+
+
+def test_a_camera_the_dataset_lacks_is_named_with_the_nearest(dataset: Dataset, inputs: ModelInputs) -> None:
+    images = inputs.robot.repack["images"] | {"cam_high": "observation.images.cam_hihg"}
+    with pytest.raises(UserError, match=r"no camera .*cam_hihg.*did you mean 'observation.images.cam_high'"):
+        dataset_cameras(dataset, inputs.robot, {**inputs.robot.repack, "images": images})
