@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from pistar import cli
+from pistar.data.hdf5 import Conversion
 from pistar.data.lerobot import open_dataset
 from pistar.data.norm_stats import load_norm_stats
 from pistar.presets import MODELS
@@ -99,6 +101,21 @@ def test_data_convert_tells_what_it_wrote(tmp_path: Path, capsys: pytest.Capture
     cli.main(["data", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--task", "wave"])
     assert "1 episodes, 4 frames, 1 successes" in capsys.readouterr().out
     assert open_dataset(tmp_path / "out").total_frames == 4
+
+
+def test_data_convert_tells_that_it_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resumed(folder: Path, out: Path, *, progress: Callable[[int, int], None], **_: object) -> Conversion:
+        for ready in (12, 40):
+            progress(ready, 40)
+        return Conversion(out, episodes=40, frames=80, successes=3, notes=())
+
+    monkeypatch.setattr("pistar.data.hdf5.convert_hdf5", resumed)
+    cli.main(["data", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--task", "wave"])
+    captured = capsys.readouterr()
+    assert captured.err == "continuing: 12 of 40 episodes were already converted\n"
+    assert "40 episodes, 80 frames, 3 successes" in captured.out
 
 
 def test_data_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

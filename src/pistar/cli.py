@@ -154,8 +154,9 @@ def data_convert(
     task: str,
     fps: int = 50,
     without_scores: Literal["success", "failure", "timeout"] | None = None,
+    workers: int | None = None,
 ) -> None:
-    """Convert a folder of ALOHA HDF5 episodes to a LeRobot v3.0 dataset.
+    """Convert a folder of ALOHA HDF5 episodes to a LeRobot v3.0 dataset. Interrupted, the same command goes on.
 
     Args:
         folder: Where the episodes are; subfolders score_5, score_1 … tell how each went.
@@ -163,6 +164,7 @@ def data_convert(
         task: The instruction, for example "fold the towel".
         fps: Steps per second the robot was controlled at.
         without_scores: How all episodes went, where no folder tells.
+        workers: Cameras compressed at the same time; all cores if not given.
     """
     from rich.progress import Progress
 
@@ -171,14 +173,22 @@ def data_convert(
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        progress = bar.add_task("converting", total=None)
+        converting = bar.add_task("converting", total=None)
+
+        def show(ready: int, total: int) -> None:
+            if ready and bar.tasks[0].total is None:
+                told = f"continuing: {ready} of {total} episodes were already converted"
+                console.print(told, markup=False)
+            bar.update(converting, completed=ready, total=total)
+
         done = convert_hdf5(
             folder,
             out,
             fps=fps,
             task=task,
             scores=without_scores or FromScores(),
-            progress=lambda ready, total: bar.update(progress, completed=ready, total=total),
+            workers=workers,
+            progress=show,
         )
     for note in done.notes:
         console.print(f"note: {note}", markup=False)

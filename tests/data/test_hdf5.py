@@ -1,6 +1,10 @@
 """ALOHA's files, made here in every dialect, converted and read back by our LeRobot reader."""
 
+import fcntl
 import io
+import resource
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pistar.data import lerobot_pictures
 from pistar.data.hdf5 import Conversion, convert_hdf5
 from pistar.data.lerobot import Dataset, open_dataset
 from pistar.data.lerobot_writer import Layout
@@ -210,13 +215,13 @@ def test_a_timeout_is_truncated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3, 9])
-def test_order_and_progress_do_not_depend_on_who_reads_ahead(tmp_path: Path, workers: int) -> None:
+def test_order_and_progress_do_not_depend_on_who_is_first(tmp_path: Path, workers: int) -> None:
     for i in range(5):
         save(tmp_path / "raw" / f"episode_{i}.hdf5", episode(2 + i, seed=i))
     heard: list[tuple[int, int]] = []
     _, dataset = convert(tmp_path, workers=workers, progress=lambda done, total: heard.append((done, total)))
     assert [info.length for info in dataset.episodes] == [2, 3, 4, 5, 6]
-    assert heard == [(i, 5) for i in range(1, 6)]
+    assert heard == [(i, 5) for i in range(6)]
 
 
 def test_cameras_are_chosen_by_name_and_depth_is_none(tmp_path: Path) -> None:
@@ -246,13 +251,172 @@ def test_what_only_some_files_have_is_left_out_and_said(tmp_path: Path) -> None:
     )
 
 
-# What is refused: in one line, and nothing is left
+# Interrupted and continued
+
+VIDEO = Layout(data_files_size_in_mb=0.01, video_files_size_in_mb=0.004)
+"""Some episodes a file."""
+KILLED_AFTER = """
+import os, pathlib, signal, sys
+from pistar.data.hdf5 import convert_hdf5
+from pistar.data.lerobot_writer import Layout
+
+def progress(ready, total):
+    if ready == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+raw, out = map(pathlib.Path, sys.argv[1:])
+layout = Layout(data_files_size_in_mb=0.01, video_files_size_in_mb=0.004)
+convert_hdf5(raw, out, fps=50, task="fold the box", scores="success", layout=layout, progress=progress)
+"""
+
+
+def recording(folder: Path, episodes: int = 7) -> Path:
+    """Of a size that video can have."""
+    for i in range(episodes):
+        contents = {key: np.tile(v, (1, 3, 2, 1)) if v.ndim == 4 else v for key, v in episode(8 + i, seed=i).items()}
+        save(folder / f"episode_{i}.hdf5", contents)
+    return folder
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def interrupt(tmp_path: Path, after: int = 2, **options: Any) -> None:
+    """Convert the first episodes of raw/, then be interrupted."""
+
+    def progress(ready: int, total: int) -> None:
+        if ready == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path, **({"workers": 1, "progress": progress} | options))
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", ".out.converting"}
+
+
+@pytest.fixture
+def compressed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of what is compressed from now on."""
+    lengths: list[int] = []
+    original = lerobot_pictures.compress
+
+    def compress(frames: Any, length: int, **options: Any) -> lerobot_pictures.Pictures:
+        lengths.append(length)
+        return original(frames, length, **options)
+
+    monkeypatch.setattr(lerobot_pictures, "compress", compress)
+    return lengths
+
+
+def test_a_killed_run_is_continued_and_comes_out_the_same(tmp_path: Path, compressed: list[int]) -> None:
+    raw, out = recording(tmp_path / "raw"), tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", KILLED_AFTER, str(raw), str(out)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    (tmp_path / ".out.converting" / "0.tmp").write_bytes(b"half a file")
+    heard: list[tuple[int, int]] = []
+    done, _ = convert(tmp_path, layout=VIDEO, progress=lambda *state: heard.append(state))
+    assert done.continued >= 3
+    assert heard == [(ready, 7) for ready in range(done.continued, 8)]
+    # What had been kept was not compressed again: of 7 episodes with 2 cameras each.
+    assert len(compressed) <= 2 * (7 - done.continued)
+    continued = contents_of(out)
+    out.rename(tmp_path / "before")
+    done, _ = convert(tmp_path, layout=VIDEO, workers=1)
+    assert done.continued == 0
+    assert contents_of(out) == continued
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", "out", "before"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fps": 25}, {"layout": EXACT}, {"task": "unfold it"}, {"scores": "timeout"}, {"cameras": CAMERAS[1:]}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_changed_in_between_hold_for_all_episodes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    recording(tmp_path / "raw", 3)
+    settings: dict[str, Any] = {"layout": VIDEO} | changes
+    convert(tmp_path, **settings)
+    expected = contents_of(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "raw" / "before")
+    interrupt(tmp_path, layout=VIDEO)
+    convert(tmp_path, **settings)
+    assert contents_of(tmp_path / "out") == expected
+
+
+def test_files_changed_in_between_are_done_again(tmp_path: Path, compressed: list[int]) -> None:
+    recording(tmp_path / "raw", 4)
+    interrupt(tmp_path, after=3)
+    save(tmp_path / "raw" / "episode_1.hdf5", episode(5, seed=9) | {"observations/qpos": np.zeros((5, 14))})
+    save(tmp_path / "raw" / "episode_0.hdf5", recorded := episode(5, seed=8))
+    (tmp_path / "raw" / "episode_2.hdf5").unlink()
+    (tmp_path / "raw" / "episode_3.hdf5").unlink()
+    compressed.clear()
+    done, dataset = convert(tmp_path)
+    assert (done.continued, compressed) == (0, [5, 5, 5, 5])
+    assert [info.length for info in dataset.episodes] == [5, 5]
+    np.testing.assert_array_equal(pictures_of(dataset), recorded["observations/images/cam_high"])
+
+
+def test_damaged_remains_are_done_again(tmp_path: Path) -> None:
+    recording(tmp_path / "raw", 3)
+    convert(tmp_path)
+    expected = contents_of(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "raw" / "before")
+    interrupt(tmp_path, after=3)
+    empty, cut, flipped, *_ = sorted((tmp_path / ".out.converting").glob("*.npz"))
+    empty.write_bytes(b"")
+    cut.write_bytes(cut.read_bytes()[:-100])
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    done, _ = convert(tmp_path)
+    assert done.continued <= 1
+    assert contents_of(tmp_path / "out") == expected
+
+
+def test_a_bad_file_costs_no_finished_work(tmp_path: Path) -> None:
+    recording(tmp_path / "raw", 3)
+    bad = tmp_path / "raw" / "episode_9.hdf5"
+    picture = jpeg(np.zeros((72, 64, 3), np.uint8))
+    stored = [picture] * 5 + [picture[:99]]
+    save(bad, episode() | {f"observations/images/{camera}": stored for camera in CAMERAS})
+    assert refused(tmp_path, workers=1).startswith("Frame 5 of cam_high in raw/episode_9.hdf5: ")
+    bad.unlink()
+    assert convert(tmp_path)[0].continued == 3
+
+
+def test_a_full_disk_is_one_line_and_costs_no_finished_work(tmp_path: Path) -> None:
+    recording(tmp_path / "raw", 2)
+    noise = np.random.default_rng(0).integers(0, 256, (9, 72, 64, 3)).astype(np.uint8)
+    save(tmp_path / "raw" / "episode_5.hdf5", episode(9) | {f"observations/images/{c}": noise for c in CAMERAS})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # no file can grow beyond: as good as a full disk
+    try:
+        message = refused(tmp_path, workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message.startswith("out cannot be written (")
+    assert message.endswith("; see to that and try again: finished episodes are kept.")
+    assert convert(tmp_path)[0].continued == 2
+
+
+def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:
+    recording(tmp_path / "raw", 1)
+    (tmp_path / ".out.converting").mkdir()
+    with (tmp_path / ".out.converting" / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert refused(tmp_path).startswith("out is being written by another run;")
+    assert convert(tmp_path)[0].episodes == 1
+
+
+# What is refused: in one line, and no dataset is left
 
 
 def refused(tmp_path: Path, **options: Any) -> str:
     with pytest.raises(UserError) as raised:
         convert(tmp_path, **options)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "raw"] == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"raw", ".out.converting"}
     message = str(raised.value).replace(f"{tmp_path}/", "")
     assert "\n" not in message
     return message
@@ -323,7 +487,7 @@ def test_a_picture_that_cannot_be_decoded_is_named(tmp_path: Path, frame: int, k
 
     save(tmp_path / "raw" / "episode_0.hdf5", episode())
     save(tmp_path / "raw" / "episode_1.hdf5", packed(episode(), cut))
-    message = refused(tmp_path)
+    message = refused(tmp_path, workers=1)
     assert message.startswith(f"Frame {frame} of cam_high in raw/episode_1.hdf5: the picture cannot be decoded")
 
 
@@ -332,7 +496,8 @@ def test_pictures_of_changing_size(tmp_path: Path) -> None:
         return [*pictures[:-1], jpeg(np.zeros((48, 64, 3), np.uint8))]
 
     save(tmp_path / FIRST, packed(episode(), grow))
-    assert refused(tmp_path).startswith(f"{FIRST} has pictures of cam_high that are (48, 64) in frame 5 and (24, 32) ")
+    message = refused(tmp_path, workers=1)
+    assert message.startswith(f"{FIRST} has pictures of cam_high that are (48, 64) in frame 5 and (24, 32) ")
 
 
 @pytest.mark.parametrize(
@@ -380,6 +545,7 @@ def test_an_existing_dataset_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         convert(tmp_path)
     open_dataset(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", "out"}
 
 
 def test_without_h5py_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,33 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
-import importlib
+import fcntl
+import hashlib
+import os
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import av
 import numpy as np
-import pyarrow as pa
-from jaxtyping import Float, Int, Shaped, UInt8
 
-from pistar.data.lerobot_files import Frame, broken, decode_picture
+from pistar.data import lerobot_pictures
+from pistar.data.hdf5_files import (
+    CHUNK_STEPS,
+    IMAGE_STEPS,
+    IMAGES,
+    chunk_steps,
+    dataset_names,
+    held_frames,
+    image_steps,
+    opened,
+    read_numbers,
+    read_pictures,
+)
+from pistar.data.lerobot_files import Frame
 from pistar.data.lerobot_writer import DatasetWriter, Layout
 from pistar.data.rewards import Ending, FromScores, score
 from pistar.errors import UserError
@@ -39,10 +54,11 @@ NUMBERS = {
 }
 """LeRobot's columns, as OpenPI's converter calls them, and where ALOHA's files keep them."""
 OPTIONAL = ("observation.velocity", "observation.effort")
-IMAGES, IMAGE_STEPS, CHUNK_STEPS = "observations/images", "image_indices", "chunk_starts"
 IMAGE_COLUMN = "observation.images.{}"
 # No "observation." in front: LeRobot's policies would take these for inputs.
 NEW_IMAGE, CHUNK_START, SCORE = "is_new_image", "is_chunk_start", "score"
+LOCK, GROWING = "lock", "dataset"
+"""Next to the kept pictures."""
 JOINTS = tuple(
     f"{arm}_{joint}"
     for arm in ("left", "right")  # the order in the files; OpenPI's converter has the same order and wrong names
@@ -60,6 +76,8 @@ class Conversion:
     successes: int
     notes: tuple[str, ...]
     """What was left out, one line each."""
+    continued: int = 0
+    """How many of the episodes an earlier, interrupted run had compressed already."""
 
 
 def convert_hdf5(
@@ -71,7 +89,7 @@ def convert_hdf5(
     cameras: Sequence[str] | None = None,
     scores: FromScores | Ending = FromScores(),  # noqa: B008  # frozen
     layout: Layout | None = None,
-    workers: int = 2,
+    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Write all *.hdf5 and *.h5 below `folder`, in the order of their names, as one dataset, whole or not at all.
@@ -79,36 +97,51 @@ def convert_hdf5(
     `cameras`: None for all but those named depth. `scores`: success is a high score in the folder's name (score_5);
     other episodes are written as ended without success, which `rewards.without_success` may still call time-outs, and
     the score itself as column `score`. Or, for folders without scores, how all episodes ended: "success" for
-    demonstrations. `next.reward` is 1 for the last step of a success, 0 for all others. `workers` episodes are read
-    ahead; memory holds one more. `progress` hears (episodes written, of how many).
+    demonstrations. `next.reward` is 1 for the last step of a success, 0 for all others. `workers` cameras are
+    compressed side by side, None for as many as there are cores; memory holds what they have compressed. `progress`
+    hears (episodes compressed, of how many), first of all how many an earlier run left.
 
-    All files are looked through before the first is written. Killed half-way, it leaves no dataset but perhaps a
-    folder .<out>.*.tmp, which can go; started again, it starts over.
+    All files are looked through before the first is compressed. Compressed pictures, which are almost all of the work,
+    are kept in the folder .<out>.converting until the dataset is whole. However a run ends before that, the same call
+    goes on from there: pictures whose file and settings are still the same are taken over, others done again, and
+    everything else is read anew. Meanwhile the disk holds the dataset twice.
     """
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
-        raise UserError(f"workers is {workers}; somebody must read the files (try 2).")
+        raise UserError(f"workers is {workers}; somebody must compress the pictures (try 2).")
     if isinstance(scores, str) and scores not in get_args(Ending):
         raise UserError(f"scores is {scores!r}; it is FromScores() or one of {', '.join(get_args(Ending))}.")
+    layout = layout or Layout()
+    if fps < 1:
+        raise UserError(f"fps is {fps}; frames need a positive rate.")
     paths = _find_files(folder)
     rated = [None if isinstance(scores, str) else score(_below(folder, path)) for path in paths]  # before opening any
     files = [_look_through(path, cameras, given) for path, given in zip(paths, rated, strict=True)]
     _check_alike(files)
+    for camera in files[0].cameras if layout.videos else ():
+        lerobot_pictures.check_size(camera, *files[0].shapes[IMAGE_COLUMN.format(camera)][:2])
 
     columns = [name for name in NUMBERS if all(name in file.shapes for file in files)]
     marks = [name for name in (NEW_IMAGE, CHUNK_START) if any(name in file.marks for file in files)]
-    read = functools.partial(_read_episode, columns=columns, marks=marks, scores=scores, task=task)
     names = {name: JOINTS for name in columns if files[0].shapes[name] == (len(JOINTS),)}
+    aside = out.with_name(f".{out.name}.converting")
     frames = successes = 0
-    with (
-        DatasetWriter(out, fps=fps, robot_type="aloha", names=names, layout=layout or Layout()) as writer,
-        contextlib.closing(_read_ahead(read, files, workers)) as episodes,
-    ):
-        for i, episode in enumerate(episodes):
-            writer.add(episode)
-            frames, successes = frames + len(episode.actions), successes + episode.success
-            if progress is not None:
-                progress(i + 1, len(files))
-    return Conversion(out, len(files), frames, successes, tuple(_notes(files, columns)))
+    with _reserved(out, aside):
+        kept = [
+            {camera: aside / f"{_fingerprint(file, camera, fps, layout.videos)}.npz" for camera in file.cameras}
+            for file in files
+        ]
+        _sweep(aside, keep={path for paths in kept for path in paths.values()})
+        continued = _compress_all(files, kept, fps, layout.videos, workers, progress or (lambda ready, total: None))
+        with DatasetWriter(
+            out, fps=fps, robot_type="aloha", names=names, layout=layout, aside=aside / GROWING
+        ) as writer:
+            for file, pictures in zip(files, kept, strict=True):
+                episode = _read_episode(file, columns=columns, marks=marks, scores=scores, task=task)
+                loaded = {IMAGE_COLUMN.format(camera): _load(path) for camera, path in pictures.items()}
+                writer.add(episode, loaded)
+                frames, successes = frames + len(episode.actions), successes + episode.success
+    return Conversion(out, len(files), frames, successes, tuple(_notes(files, columns)), continued)
 
 
 # Before anything is written
@@ -146,20 +179,20 @@ def _below(folder: Path, path: Path) -> str:
 
 
 def _look_through(path: Path, cameras: Sequence[str] | None, given: int | None) -> _File:
-    with _opened(path) as root:
-        datasets = _dataset_names(root)
+    with opened(path) as root:
+        datasets = dataset_names(root)
         for name, key in NUMBERS.items():
             if name not in OPTIONAL and key not in datasets:
                 raise UserError(
                     f"{path} has no /{key}; it has {', '.join(datasets) or 'nothing'}: is it an ALOHA episode?"
                 )
         present = {name: key for name, key in NUMBERS.items() if key in datasets}
-        shapes = {name: _numbers(root, path, key).shape[1:] for name, key in present.items()}
+        shapes = {name: read_numbers(root, path, key).shape[1:] for name, key in present.items()}
         there = [key.removeprefix(f"{IMAGES}/") for key in datasets if key.startswith(f"{IMAGES}/")]
         if cameras is None and not there:
             raise UserError(f"{path} has no /{IMAGES}; for a dataset without pictures say so with cameras=().")
         wanted = [name for name in there if "depth" not in name] if cameras is None else list(cameras)
-        steps = _image_steps(root, path)
+        steps = image_steps(root, path)
         for camera in wanted:
             if camera not in there:
                 raise UserError(f"{path} has no camera {camera!r}; it has {', '.join(there) or 'none'}.")
@@ -170,8 +203,8 @@ def _look_through(path: Path, cameras: Sequence[str] | None, given: int | None) 
                     f"{path} has {len(stored)} pictures of {camera} for {len(steps)} {what}; they must match: repair "
                     "the file or leave it out."
                 )
-            shapes[IMAGE_COLUMN.format(camera)] = _pictures(stored, path, camera, stop=1).shape[1:]
-        _chunk_steps(root, path)  # refuses what is out of range
+            shapes[IMAGE_COLUMN.format(camera)] = next(read_pictures(stored, path, camera)).shape
+        chunk_steps(root, path)  # refuses what is out of range
         marks = {NEW_IMAGE: IMAGE_STEPS, CHUNK_START: CHUNK_STEPS}
         used = {*NUMBERS.values(), *marks.values(), *(f"{IMAGES}/{camera}" for camera in wanted), "compress_len"}
         return _File(
@@ -211,39 +244,121 @@ def _notes(files: Sequence[_File], columns: Sequence[str]) -> Iterator[str]:
         yield f"/{key} of {count} files has no place in the dataset and is left out."
 
 
-# One episode
+# Pictures, compressed and kept
 
 
-def _read_ahead(read: Callable[[_File], Episode], files: Sequence[_File], workers: int) -> Generator[Episode]:
-    """Threads, not processes: decoding leaves the interpreter alone, and episodes are too big to send around."""
+@contextlib.contextmanager
+def _reserved(out: Path, aside: Path) -> Iterator[None]:
+    """`aside` is there and nobody else's; it goes again if there is nothing to keep."""
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        with (aside / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however we end
+            except BlockingIOError:
+                raise UserError(f"{out} is being written by another run; wait for it or choose another name.") from None
+            except OSError:
+                pass  # a file system without locks
+            try:
+                if out.exists():
+                    raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
+                yield
+            finally:
+                if out.exists() or not any(aside.glob("*.npz")):
+                    shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, av.FFmpegError) as error:
+        raise UserError(
+            f"{out} cannot be written ({error}); see to that and try again: finished episodes are kept."
+        ) from error
+
+
+def _fingerprint(file: _File, camera: str, fps: int, videos: bool) -> str:
+    """Of everything compressed pictures depend on: with the same, they are the same."""
+    stat = file.path.stat()
+    source = (str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, camera, file.unseen)
+    settings = (fps, videos, lerobot_pictures.codec(), av.__version__, lerobot_pictures.FORMAT)
+    return hashlib.sha256(repr((source, settings)).encode()).hexdigest()[:32]
+
+
+def _sweep(aside: Path, keep: Collection[Path]) -> None:
+    """Away with what a killed run had not finished, and with pictures of other settings or of files that changed."""
+    shutil.rmtree(aside / GROWING, ignore_errors=True)
+    for path in [*aside.glob("*.tmp"), *aside.glob("*.npz")]:
+        if path not in keep:
+            path.unlink()
+
+
+def _compress_all(
+    files: Sequence[_File],
+    kept: Sequence[Mapping[str, Path]],
+    fps: int,
+    videos: bool,
+    workers: int,
+    progress: Callable[[int, int], None],
+) -> int:
+    """Make all that is not there yet; how many episodes were."""
+    todo = [[camera for camera, path in paths.items() if lerobot_pictures.load(path) is None] for paths in kept]
+    continued = ready = sum(not cameras for cameras in todo)
+    progress(ready, len(files))
+    left = [len(cameras) for cameras in todo]
+    stop = threading.Event()
+    # Threads, not processes: compressing leaves the interpreter alone.
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
-        waiting = collections.deque(pool.submit(read, file) for file in files[:workers])
-        for following in [*files[workers:], *[None] * min(workers, len(files))]:
-            episode = waiting.popleft().result()
-            if following is not None:
-                waiting.append(pool.submit(read, following))
-            yield episode
-            del episode  # before the next is waited for: episodes are gigabytes
+        jobs = {
+            pool.submit(_compress, file, camera, paths[camera], fps, videos, stop): i
+            for i, (file, paths, cameras) in enumerate(zip(files, kept, todo, strict=True))
+            for camera in cameras
+        }
+        for job in concurrent.futures.as_completed(jobs):
+            if job.exception() is not None:
+                job = next(job for job in jobs if job.done() and job.exception())  # first in order, not by chance
+            job.result()
+            left[jobs[job]] -= 1
+            if not left[jobs[job]]:
+                ready += 1
+                progress(ready, len(files))
     finally:
+        stop.set()  # after an error, or an interruption, nobody waits for the others
         pool.shutdown(cancel_futures=True)
+    return continued
+
+
+def _compress(file: _File, camera: str, path: Path, fps: int, videos: bool, stop: threading.Event) -> None:
+    def frames(root: Any) -> Iterator[Frame]:  # noqa: ANN401
+        for picture in held_frames(root, file.path, camera):
+            if stop.is_set():
+                raise concurrent.futures.CancelledError
+            yield picture
+
+    with opened(file.path) as root:
+        length = len(root["action"]) - file.unseen
+        # One thread each: as many cameras as there are cores are under way.
+        pictures = lerobot_pictures.compress(frames(root), length, fps=fps, video=videos, threads=1)
+    lerobot_pictures.save(path, pictures)
+
+
+def _load(path: Path) -> lerobot_pictures.Pictures:
+    pictures = lerobot_pictures.load(path)
+    if pictures is None:
+        raise UserError(f"{path} was there and is gone or damaged; start again: the rest is taken over.")
+    return pictures
+
+
+# The rest of an episode
 
 
 def _read_episode(
     file: _File, *, columns: Sequence[str], marks: Sequence[str], scores: FromScores | Ending, task: str
 ) -> Episode:
-    with _opened(file.path) as root:
-        numbers = {name: _numbers(root, file.path, NUMBERS[name])[file.unseen :] for name in columns}
+    """All but its pictures."""
+    with opened(file.path) as root:
+        numbers = {name: read_numbers(root, file.path, NUMBERS[name])[file.unseen :] for name in columns}
         actions = numbers.pop("action")
         steps = np.arange(file.unseen, file.unseen + len(actions))
-        taken = _image_steps(root, file.path)
+        taken = image_steps(root, file.path)
         observations: dict[str, np.ndarray] = dict(numbers)
-        for camera in file.cameras:
-            pictures = _pictures(root[IMAGES][camera], file.path, camera)
-            if IMAGE_STEPS in root:
-                pictures = pictures[np.searchsorted(taken, steps, side="right") - 1]
-            observations[IMAGE_COLUMN.format(camera)] = pictures
-        flags = {NEW_IMAGE: np.isin(steps, taken), CHUNK_START: np.isin(steps, _chunk_steps(root, file.path))}
+        flags = {NEW_IMAGE: np.isin(steps, taken), CHUNK_START: np.isin(steps, chunk_steps(root, file.path))}
         observations |= {name: flags[name] for name in marks}
     if file.score is not None:
         observations[SCORE] = np.full(len(actions), file.score)
@@ -264,114 +379,3 @@ def _ending(file: _File, scores: FromScores | Ending) -> Ending:
         return scores
     assert file.score is not None
     return "success" if file.score >= scores.at_least else "failure"
-
-
-# Parts of a file
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The file's root; whatever HDF5 cannot read is the file's fault."""
-    try:
-        h5py = importlib.import_module("h5py")  # an extra: most datasets are LeRobot's already
-    except ImportError:
-        raise UserError(f"{path} cannot be read without h5py; pip install 'pistar-rl[hdf5]'.") from None
-    try:
-        with h5py.File(path, "r") as root:
-            yield root
-    except OSError as error:
-        raise broken(path, error) from error
-
-
-def _dataset_names(root: Any) -> list[str]:  # noqa: ANN401  # h5py is untyped
-    names: list[str] = []
-    root.visititems(lambda name, item: names.append(name) if hasattr(item, "shape") else None)
-    return sorted(names)
-
-
-def _numbers(root: Any, path: Path, key: str) -> Float[np.ndarray, "t d"]:  # noqa: ANN401
-    values = np.asarray(root[key][()])
-    if values.ndim != 2 or values.dtype.kind not in "iuf" or not values.size:
-        raise UserError(
-            f"{path} has {values.dtype}{list(values.shape)} for /{key}; it is one vector of numbers a step."
-        )
-    if len(values) != len(root["action"]):
-        raise UserError(
-            f"{path} has {len(values)} of /{key} for {len(root['action'])} actions; they must match: repair the file "
-            "or leave it out."
-        )
-    if not np.isfinite(values).all():
-        step = int(np.argmin(np.isfinite(values).all(axis=1)))
-        raise UserError(f"{path} has NaN or Inf in /{key} at step {step}; repair the file or leave it out.")
-    return values.astype(np.float32)
-
-
-def _image_steps(root: Any, path: Path) -> Int[np.ndarray, " n"]:  # noqa: ANN401
-    """The steps pictures were taken at: all, or those the file names."""
-    if IMAGE_STEPS not in root:
-        return np.arange(len(root["action"]))
-    steps = _steps(root, path, IMAGE_STEPS)
-    if not len(steps) or (np.diff(steps) <= 0).any():
-        raise UserError(
-            f"{path} has /{IMAGE_STEPS} {_brief(steps)}; they are steps, at least one, each after the last."
-        )
-    return steps
-
-
-def _chunk_steps(root: Any, path: Path) -> Int[np.ndarray, " n"]:  # noqa: ANN401
-    return _steps(root, path, CHUNK_STEPS) if CHUNK_STEPS in root else np.zeros(0, np.int64)
-
-
-def _steps(root: Any, path: Path, key: str) -> Int[np.ndarray, " n"]:  # noqa: ANN401
-    steps, length = np.asarray(root[key][()]), len(root["action"])
-    if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
-        raise UserError(f"{path} has {steps.dtype}{list(steps.shape)} for /{key}; it is a list of steps.")
-    outside = steps[(steps < 0) | (steps >= length)]
-    if len(outside):
-        raise UserError(f"{path} has {outside[0]} in /{key}; the episode's steps are 0 to {length - 1}.")
-    return steps.astype(np.int64)
-
-
-def _pictures(
-    stored: Any,  # noqa: ANN401
-    path: Path,
-    camera: str,
-    stop: int | None = None,
-) -> UInt8[np.ndarray, "n h w 3"]:
-    """A camera's pictures up to before `stop`. Their shape says whether they are compressed, whatever `compress` says.
-
-    Compressed ones are decoded to red, green, blue, as OpenPI's converter does.
-    """
-    values = stored[:stop]
-    if stored.ndim == 4:
-        if values.dtype != np.uint8 or values.shape[-1] != 3:
-            raise UserError(
-                f"{path} has {values.dtype}{list(stored.shape)} for {camera}; pictures are uint8 [t, h, w, 3] or "
-                "JPEG: leave this camera out with cameras=."
-            )
-        return np.asarray(values)
-    if stored.ndim not in (1, 2) or values.dtype.kind not in "uOSV":
-        raise UserError(f"{path} has {values.dtype}{list(stored.shape)} for {camera}; leave it out with cameras=.")
-    pictures: UInt8[np.ndarray, "n h w 3"] | None = None
-    for i, content in enumerate(values):
-        picture = _decode(content, f"Frame {i} of {camera} in {path}")
-        if pictures is None:
-            pictures = np.empty((len(values), *picture.shape), np.uint8)
-        if picture.shape != pictures.shape[1:]:
-            raise UserError(
-                f"{path} has pictures of {camera} that are {picture.shape[:2]} in frame {i} and "
-                f"{pictures.shape[1:3]} before; leave the file out."
-            )
-        pictures[i] = picture
-    assert pictures is not None  # as many as there are steps
-    return pictures
-
-
-def _decode(content: Shaped[np.ndarray, " n"] | np.generic | bytes, where: str) -> Frame:
-    # Padding after the picture's end is no part of it for the decoder.
-    return decode_picture(pa.scalar(content if isinstance(content, bytes) else content.tobytes()), where)
-
-
-def _brief(values: np.ndarray) -> str:
-    shown = ", ".join(str(value) for value in values[:8])
-    return f"[{shown}{', …' if len(values) > 8 else ''}]"

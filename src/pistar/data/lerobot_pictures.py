@@ -19,6 +19,9 @@ from pistar.data.lerobot_files import Frame
 from pistar.data.lerobot_tables import pixel_counts, sampled_frames
 from pistar.errors import UserError
 
+FORMAT = 1
+"""Counts up when `compress` comes to make other bytes, or `save` another file, of the same frames."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pictures:
@@ -97,17 +100,17 @@ def save(path: Path, pictures: Pictures) -> None:
 def load(path: Path) -> Pictures | None:
     """What `save` kept; None if there is nothing, or nothing whole (checksums tell)."""
     try:
-        with np.load(path) as file:
-            content = file["content"].tobytes()
-            ends = np.cumsum(file["sizes"]).tolist()
-            height, width, channels = file["shape"].tolist()
+        with path.open("rb") as file, np.load(file) as kept:
+            content = kept["content"].tobytes()
+            ends = np.cumsum(kept["sizes"]).tolist()
+            height, width, channels = kept["shape"].tolist()
             return Pictures(
-                length=int(file["length"]),
+                length=int(kept["length"]),
                 shape=(height, width, channels),
-                is_video=bool(file["is_video"]),
+                is_video=bool(kept["is_video"]),
                 content=tuple(content[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)),
-                sample=int(file["sample"]),
-                pixels=file["pixels"],
+                sample=int(kept["sample"]),
+                pixels=kept["pixels"],
             )
     except (FileNotFoundError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
         return None
