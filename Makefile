@@ -28,6 +28,7 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/prefix_sharing.py
 	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/loader.py
 
 # The versions everybody tests with. Without index addresses: whose they are is the machine's business.
 lock: setup

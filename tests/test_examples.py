@@ -35,3 +35,12 @@ def test_train_step_ends_in_a_json_line() -> None:
     )
     assert result["cpu_s"] > 0
     assert {"over_gradient_alone", "over_remat_full"} <= set(result)
+
+
+def test_loader_ends_in_a_json_line_and_is_far_ahead_of_random_access() -> None:
+    sizes = ("--episodes", "2", "--length", "60", "--batch", "8", "--samples", "64", "--rounds", "2")
+    result = json.loads(run("benchmarks/loader.py", *sizes).splitlines()[-1])
+    assert result["over_lerobot"] > 20  # 100 and more at its usual sizes on a quiet machine
+    assert result["of_memcpy_limit"] > 0.1
+    assert result["build_of_decode_limit"] > 0.3
+    assert result["state_only_windows_per_s"] > 30_000

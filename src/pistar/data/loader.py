@@ -73,7 +73,7 @@ class Loader:
         hosts: int = 1,
         sharding: jax.sharding.Sharding | None = None,
         ahead: int = 2,
-        workers: int = 2,
+        workers: int = 1,
     ) -> None:
         """`batch_size` is that of all hosts together. `pool` is for parts that do not grow. `sharding` lays the rows of
         `batches` over the devices of all hosts. Up to `ahead` batches are made by `workers` threads before they are
