@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "report": {"types"},
     "training": {"agents", "models", "data", "types", "config", "errors"},
     "demo": {"training", "models", "data", "report", "errors"},
-    "cli": {"demo", "training", "data", "presets", "errors"},
+    "cli": {"demo", "training", "data", "presets", "report", "errors"},
 }
 """Every room, and the rooms it may look into besides itself."""
 

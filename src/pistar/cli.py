@@ -196,12 +196,123 @@ def data_convert(
     Console(soft_wrap=True, highlight=False).print(f"Wrote {done.path}: {told}.", markup=False)
 
 
+def data_check(
+    dataset: Annotated[str, tyro.conf.Positional],
+    /,
+    fix: Path | None = None,
+    frames: bool = False,
+) -> None:
+    """List a LeRobot dataset's broken episodes; exit code 1 if there are any.
+
+    Args:
+        dataset: A LeRobot folder, or a repo id in LeRobot's cache. It is never written to.
+        fix: A new folder, for a cleaned v3.0 copy without the episodes that cannot be mended.
+        frames: Decode every picture too: broken, black and frozen ones. Takes as long as decoding takes.
+    """
+    from rich.progress import Progress
+
+    from pistar.data.check import check_dataset, clean_copy
+    from pistar.data.lerobot import find_dataset
+    from pistar.data.lerobot_copy import require_new
+
+    if fix is not None:
+        require_new(fix, find_dataset(dataset))  # before the work, not after
+    console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("checking", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        report = check_dataset(dataset, frames=frames, progress=progress)
+        if report.findings:
+            table = Table("", "episode", "kind", "what is wrong", title=Text(str(report.dataset.root)))
+            for finding in report.findings:
+                mark = Text("✗", "red") if finding.severity == "error" else Text("!", "yellow")
+                episode = "all" if finding.episode is None else str(finding.episode)
+                table.add_row(mark, episode, finding.kind, Text(finding.what))
+            Console().print(table)
+        total, sound = len(report.dataset.episodes), len(report.sound)
+        counts = f"{len(report.errors)} errors, {len(report.warnings)} warnings"
+        console.print(f"{total} episodes: {sound} sound, {total - sound} broken; {counts}.", markup=False)
+        if fix is not None:
+            clean_copy(report, fix, progress=progress)
+    if fix is not None:
+        dropped = ", ".join(str(index) for index in report.dropped)
+        mended = "; ".join(what if count == 1 else f"{what} ({count} times)" for what, count in report.mended.items())
+        console.print(f"Wrote {fix}: {len(report.kept)} episodes; videos copied byte for byte.", markup=False)
+        console.print(f"Left out: episodes {dropped}." if dropped else "Left out: nothing.", markup=False)
+        console.print(f"Mended: {mended or 'nothing'}.", markup=False)
+    elif report.errors:
+        first, more = report.errors[0], len(report.errors) - 1
+        where = "" if first.episode is None else f"episode {first.episode}: "
+        raise UserError(
+            f"{dataset}: {where}{first.what}{f' (and {more} more above)' if more else ''}; "
+            "write a copy of what can be kept with --fix OUT."
+        )
+
+
+def data_show(
+    dataset: Annotated[str, tyro.conf.Positional],
+    episode: Annotated[int, tyro.conf.Positional],
+    /,
+    out: Path = Path("episode.png"),
+    columns: int = 8,
+) -> None:
+    """Draw an episode as one picture: what the cameras saw, actions, states, rewards and the end.
+
+    Args:
+        dataset: A LeRobot folder, or a repo id in LeRobot's cache.
+        episode: Its number.
+        out: The PNG to write.
+        columns: Pictures of each camera, evenly spaced in time.
+    """
+    import numpy as np
+
+    from pistar.data.check_numbers import is_action, state_column
+    from pistar.data.lerobot import open_dataset
+    from pistar.data.lerobot_rows import episode_columns
+    from pistar.report.contact_sheet import Outcome, Signal, contact_sheet
+
+    if columns < 1:
+        raise UserError(f"--columns is {columns}; show at least 1 picture (try 8).")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out is {out}; it is a PNG: give it a name that ends in .png.")
+    opened = open_dataset(dataset, check_rows=False)  # broken ones are those one wants to see
+    info = opened.episode(episode)
+    numbers = {name: values.reshape(len(values), -1) for name, values in episode_columns(opened, info).items()}
+    frames = np.unique(np.linspace(0, info.length - 1, columns).round().astype(int)).tolist()
+    cameras = [name for name in opened.cameras if not opened.features[name].info.get("video.is_depth_map")]
+    state = state_column(list(numbers))
+    shown = [name for name in numbers if is_action(name)] + ([state] if state is not None else [])
+    outcome = {
+        key: numbers[name][:, 0]
+        for key, name in (("rewards", "next.reward"), ("done", "next.done"), ("success", "next.success"))
+        if name in numbers
+    }
+    sheet = contact_sheet(
+        title=", ".join(info.tasks) or "(no task)",
+        subtitle=f"episode {episode} of {opened.root.name}: {info.length} frames at {opened.fps:g} fps, "
+        f"{info.length / opened.fps:.2f} s",
+        fps=opened.fps,
+        frames=frames,
+        pictures={name: [next(opened.decode(episode, name, i, i + 1)) for i in frames] for name in cameras},
+        signals={name: Signal(numbers[name], opened.features[name].dimension_names) for name in shown},
+        outcome=Outcome(**outcome),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(out)
+    Console(soft_wrap=True, highlight=False).print(f"Wrote {out}", markup=False)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "verify": verify,
     "presets": presets,
     "data stats": data_stats,
     "data convert": data_convert,
+    "data check": data_check,
+    "data show": data_show,
 }
 
 

@@ -46,6 +46,13 @@ class Feature:
     def is_camera(self) -> bool:
         return self.dtype in ("video", "image")
 
+    @property
+    def dimension_names(self) -> list[str]:
+        """What each number of the vector is called, if all have a name."""
+        # Some versions write {"motors": [...]}.
+        names = next(iter(self.names.values()), None) if isinstance(self.names, dict) else self.names
+        return [str(name) for name in names] if isinstance(names, list) and len(names) == math.prod(self.shape) else []
+
 
 @dataclasses.dataclass(frozen=True)
 class VideoSpan:
@@ -96,6 +103,12 @@ class Dataset:
     def total_frames(self) -> int:
         return sum(episode.length for episode in self.episodes)
 
+    def episode(self, index: int) -> EpisodeInfo:
+        """The episode of this number."""
+        if not 0 <= index < len(self.episodes):
+            raise UserError(f"Episode {index} does not exist; {self.root} has 0 to {len(self.episodes) - 1}.")
+        return self.episodes[index]
+
     def columns(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Whole columns, all episodes end to end: `[n]`, or `[n, ...]` for vectors, in the dtype they are stored in."""
         for name in names:
@@ -142,9 +155,7 @@ class Dataset:
         Sequential, which is what video is good at, and on one thread: decode several episodes side by side.
         """
         feature = self._require(camera, camera=True)
-        if not 0 <= episode < len(self.episodes):
-            raise UserError(f"Episode {episode} does not exist; {self.root} has 0 to {len(self.episodes) - 1}.")
-        info = self.episodes[episode]
+        info = self.episode(episode)
         start, stop, _ = slice(start, stop).indices(info.length)
         if feature.info.get("video.is_depth_map"):
             raise UserError(f"{camera} is a depth map, and the model sees colours; leave this camera out.")

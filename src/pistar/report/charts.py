@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 from jaxtyping import Float
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d5d5d", "#b8860b")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d5d5d", "#b8860b")
 """Okabe and Ito's, told apart by colour-blind readers too."""
 _WIDTH, _HEIGHT, _GAP = 200, 110, 16
 _LEFT, _TOP = 40, 22
@@ -35,10 +35,16 @@ def small_multiples(panels: Mapping[str, Float[np.ndarray, "lines points"]], *, 
     )
 
 
-def _panel(name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int) -> str:
-    low, high = float(lines.min()), float(lines.max())
+def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float]:
+    """What a chart of the lines should span, NaN and Inf left out."""
+    finite = lines[np.isfinite(lines)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     margin = 0.05 * (high - low) or 0.5  # a constant line lies in the middle
-    low, high = low - margin, high + margin
+    return low - margin, high + margin
+
+
+def _panel(name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int) -> str:
+    low, high = padded_range(lines)
     points = lines.shape[1]
 
     def place(step: int, value: float) -> str:
@@ -47,7 +53,7 @@ def _panel(name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: in
         return f"{x + across:.1f},{y + down:.1f}"
 
     drawn = "".join(
-        f'<polyline fill="none" stroke="{_COLOURS[i % len(_COLOURS)]}" stroke-width="1.5" '
+        f'<polyline fill="none" stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.5" '
         f'points="{" ".join(place(step, float(value)) for step, value in enumerate(line))}"/>'
         for i, line in enumerate(lines)
     )
