@@ -14,13 +14,14 @@ SOURCE = ROOT / "src" / "pistar"
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),
+    "tables": {"errors"},
     "config": {"errors"},
     "presets": {"config"},
     "models": {"types", "config", "errors"},
     "agents": {"models", "types", "config", "errors"},
     "data": {"types", "config", "errors"},
     "report": {"types"},
-    "training": {"agents", "models", "data", "types", "config", "errors"},
+    "training": {"agents", "models", "data", "types", "config", "tables", "errors"},
     "demo": {"training", "models", "data", "report", "errors"},
     "cli": {"demo", "training", "data", "presets", "report", "errors"},
 }

@@ -60,7 +60,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
         (lambda data: data.pop("robot"), r"contract\.robot is missing; add it"),
         (lambda data: data["model"].pop("action_horizon"), r"contract\.model\.action_horizon is missing"),
         (lambda data: data.update(tokeniser_sha256=""), "did you mean tokenizer_sha256"),
-        (lambda data: data.update(zzz=1), "zzz is not a field of the contract; the fields are model, robot"),
+        (lambda data: data.update(zzz=1), "zzz does not exist; the fields are model, robot"),
         (lambda data: data.update(norm_kind="minmax"), "norm_kind is 'minmax'; use one of zscore, quantile"),
         (lambda data: data.update(state_dim=True), "state_dim is True; its type is int"),
         (lambda data: data.update(delta_mask="all"), "delta_mask is 'all'"),

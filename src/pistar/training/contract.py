@@ -1,20 +1,17 @@
 """contract.json: what a checkpoint expects of the world around it, so that nobody has to guess it on the robot."""
 
 import dataclasses
-import difflib
 import json
 import re
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
 
 from pistar.config import Pi0Config
 from pistar.data.norm_stats import Norm, NormStats, norm_stats_hash
 from pistar.data.robots import Robot, find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType, config_differences
+from pistar.tables import from_table, to_table
 
 CONTRACT_FILE = "contract.json"
 VERSION = 1
@@ -118,7 +115,7 @@ class Contract:
 
 def write_contract(path: Path, contract: Contract) -> None:
     """As JSON that a person can read."""
-    data = {"version": VERSION} | dataclasses.asdict(contract)
+    data = {"version": VERSION} | to_table(contract)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
@@ -135,46 +132,7 @@ def read_contract(path: Path) -> Contract:
             "use the pistar that wrote the checkpoint, or a newer one."
         )
     try:
-        contract = _build(Contract, {name: value for name, value in data.items() if name != "version"}, "contract")
+        fields = {name: value for name, value in data.items() if name != "version"}
+        return from_table(Contract, fields, "contract", whole=True)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    assert isinstance(contract, Contract)
-    return contract
-
-
-def _build(kind: Any, data: object, where: str) -> object:  # noqa: ANN401  # a type, of any sort
-    """JSON into the given type: a dataclass, an optional one, a tuple, a literal or a plain value."""
-    if dataclasses.is_dataclass(kind):
-        return _build_dataclass(typing.cast("type[Any]", kind), data, where)
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if data is None else _build(options[0], data, where)
-    if origin is tuple and isinstance(data, list):
-        return tuple(_build(options[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is Literal:
-        if data in options:
-            return data
-        raise UserError(f"{where} is {data!r}; use one of {', '.join(map(str, options))}.")
-    if kind is float and type(data) is int:
-        return float(data)
-    if type(data) is kind:  # not isinstance: True is no dimension
-        return data
-    raise UserError(f"{where} is {data!r}; its type is {getattr(kind, '__name__', kind)}, restore the file.")
-
-
-def _build_dataclass(cls: type[Any], data: object, where: str) -> object:
-    if not isinstance(data, Mapping):
-        raise UserError(f"{where} is {data!r}; a table of fields belongs there, restore the file.")
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in data:
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            raise UserError(
-                f"{where}.{name} is not a field of the contract; "
-                + (f"did you mean {near[0]}?" if near else f"the fields are {', '.join(fields)}.")
-            )
-    missing = [name for name in fields if name not in data]
-    if missing:
-        raise UserError(f"{where}.{missing[0]} is missing; add it or restore the file.")
-    return cls(**{name: _build(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+        raise UserError(f"{path}: {str(error).rstrip('.')}; restore the file.") from error

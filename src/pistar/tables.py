@@ -1,0 +1,114 @@
+"""Frozen dataclasses from plain tables, as JSON and YAML hold them, and back."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pistar.errors import UserError
+
+T = TypeVar("T")
+
+TYPE = "type"
+"""Tells which of several dataclasses a table is."""
+
+
+def to_table(value: object) -> Any:  # noqa: ANN401  # tables, lists and plain values
+    """A dataclass as a table. Where a field may be one of several dataclasses, its table says which."""
+    if not dataclasses.is_dataclass(value):
+        if isinstance(value, tuple):
+            return [to_table(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+    table = {}
+    for name, hint in typing.get_type_hints(type(value)).items():
+        inner = to_table(getattr(value, name))
+        if isinstance(inner, dict) and len(_dataclasses_of(hint)) > 1:
+            inner = {TYPE: type(getattr(value, name)).__name__} | inner
+        table[name] = inner
+    return table
+
+
+def from_table(kind: type[T], data: object, where: str, *, default: T | None = None, whole: bool = False) -> T:
+    """A dataclass of a table, every value of the right type, unknown names refused with the nearest known one.
+
+    What the table leaves out is as in `default`, else as the dataclass has it; if `whole`, nothing may be left out.
+    """
+    built: T = _Builder(whole).build(kind, data, where, default)
+    return built
+
+
+def _dataclasses_of(hint: Any) -> list[Any]:  # noqa: ANN401  # a type, of any sort
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return [option for option in options if dataclasses.is_dataclass(option)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Builder:
+    whole: bool
+
+    def build(self, kind: Any, data: object, where: str, default: object = None) -> Any:  # noqa: ANN401  # as `kind`
+        if dataclasses.is_dataclass(kind):
+            return self._dataclass(typing.cast("type[Any]", kind), data, where, default)
+        origin, options = typing.get_origin(kind), typing.get_args(kind)
+        if origin in (types.UnionType, typing.Union):
+            return self._union(options, data, where, default)
+        if origin is tuple and isinstance(data, list):
+            kinds = (options[0],) * len(data) if options[-1] is Ellipsis else options
+            if len(kinds) != len(data):
+                raise UserError(f"{where} has {len(data)} entries; it needs {len(kinds)}.")
+            items = zip(kinds, data, strict=True)
+            return tuple(self.build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(items))
+        if origin is Literal:
+            if data in options:
+                return data
+            raise UserError(f"{where} is {data!r}; use one of {', '.join(map(str, options))}.")
+        if kind is float and type(data) is int:
+            return float(data)
+        if kind is Path and isinstance(data, str):
+            return Path(data)
+        if type(data) is kind:  # not isinstance: True is no dimension
+            return data
+        raise UserError(f"{where} is {data!r}; its type is {getattr(kind, '__name__', kind)}, give such a value.")
+
+    def _union(self, options: tuple[Any, ...], data: object, where: str, default: object) -> object:
+        if data is None and type(None) in options:
+            return None
+        kinds: list[type[Any]] = [option for option in options if option is not type(None)]
+        tables = {option.__name__: option for option in kinds if dataclasses.is_dataclass(option)}
+        if not tables or len(kinds) == 1:
+            return self.build(kinds[0], data, where, default)
+        named = data.get(TYPE) if isinstance(data, Mapping) else None
+        if named is None and type(default) in tables.values():
+            named = type(default).__name__
+        if named not in tables:
+            raise UserError(f"{where}.{TYPE} is {named!r}; say which it is: {', '.join(tables)}.")
+        rest = {key: value for key, value in data.items() if key != TYPE} if isinstance(data, Mapping) else data
+        return self.build(tables[named], rest, where, default)
+
+    def _dataclass(self, cls: type[Any], data: object, where: str, default: object) -> object:
+        if not isinstance(data, Mapping):
+            raise UserError(f"{where} is {data!r}; a table of fields belongs there.")
+        hints = typing.get_type_hints(cls)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name in data:
+            if name not in fields:
+                near = difflib.get_close_matches(str(name), fields, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(fields)}."
+                raise UserError(f"{where}.{name} does not exist; {hint}")
+        base = default if type(default) is cls else None
+        if base is None:
+            missing = [name for name in fields if name not in data and (self.whole or _is_required(fields[name]))]
+            if missing:
+                raise UserError(f"{where}.{missing[0]} is missing; add it.")
+        given = {
+            name: self.build(hints[name], value, f"{where}.{name}", getattr(base, name, None))
+            for name, value in data.items()
+        }
+        return cls(**given) if base is None else dataclasses.replace(typing.cast("Any", base), **given)
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
