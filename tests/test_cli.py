@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -6,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 from pistar import cli
 from pistar.data.hdf5 import Conversion
@@ -122,6 +124,8 @@ def test_data_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     for args in (
         ["stats", str(tmp_path), "--robot", "aloha", "--out", str(tmp_path / "o")],
         ["convert", str(tmp_path), str(tmp_path / "o"), "--task", "wave"],
+        ["check", str(tmp_path)],
+        ["show", str(tmp_path), "0"],
         ["stat", "x"],
     ):
         with pytest.raises(SystemExit, match="1"):
@@ -130,3 +134,106 @@ def test_data_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert error.startswith("error: ")
         assert error.count("\n") == 1
     assert not (tmp_path / "o").exists()
+
+
+LEROBOT = Path(__file__).parent / "fixtures" / "lerobot"
+
+
+def test_data_check_of_a_sound_dataset_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["data", "check", str(LEROBOT / "lerobot_v30"), "--frames"])
+    assert capsys.readouterr().out == "12 episodes: 12 sound, 0 broken; 0 errors, 0 warnings.\n"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Video of episode 3 missing, statistics of episode 5 wrong, a wrong total."""
+    root = Path(shutil.copytree(LEROBOT / "lerobot_v21", tmp_path / "broken"))
+    (root / "videos/chunk-000/observation.images.cam_high/episode_000003.mp4").unlink()
+    for name, old, new in (
+        ("info.json", '"total_frames": 850', '"total_frames": 851'),
+        ("episodes_stats.jsonl", '"count": [104]', '"count": [7]'),
+    ):
+        path = root / "meta" / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    return root
+
+
+def test_data_check_lists_what_is_wrong_and_fails_with_one_line(
+    broken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["data", "check", str(broken)])
+    out, err = capsys.readouterr()
+    assert out.count("✗") == 3
+    assert "12 episodes: 10 sound, 2 broken; 3 errors, 0 warnings." in out
+    assert err == (
+        f"error: {broken}: meta/info.json says total_frames 851 but meta/ lists 850; copy or download the dataset "
+        "again. (and 2 more above); write a copy of what can be kept with --fix OUT.\n"
+    )
+
+
+def test_data_check_with_only_warnings_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(shutil.copytree(LEROBOT / "lerobot_v30", tmp_path / "d"))
+    (root / "meta" / "stats.json").unlink()
+    cli.main(["data", "check", str(root)])
+    out = capsys.readouterr().out
+    assert "! │ all" in out
+    assert "0 errors, 1 warnings" in out
+
+
+def test_data_check_fix_tells_what_it_left_out_and_mended(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "clean"
+    cli.main(["data", "check", str(broken), "--fix", str(out)])
+    told = capsys.readouterr().out
+    assert f"Wrote {out}: 11 episodes; videos copied byte for byte." in told
+    assert "Left out: episodes 3." in told
+    assert "Mended: rows and episodes numbered anew; statistics computed anew." in told
+    cli.main(["data", "check", str(out), "--frames"])
+    assert "11 episodes: 11 sound, 0 broken; 0 errors, 0 warnings." in capsys.readouterr().out
+
+
+def test_data_check_refuses_to_write_over_anything(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, reason in ((broken.parent, "exists already"), (broken / "clean", "is inside")):
+        with pytest.raises(SystemExit, match="1"):
+            cli.main(["data", "check", str(broken), "--fix", str(place)])
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert reason in err
+
+
+@pytest.mark.parametrize("generation", ["v21", "v30"])
+def test_data_show_draws_an_episode(generation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sheets" / "5.png"
+    cli.main(["data", "show", str(LEROBOT / f"lerobot_{generation}"), "5", "--out", str(out)])
+    assert capsys.readouterr().out == f"Wrote {out}\n"
+    with Image.open(out) as picture:
+        assert picture.format == "PNG"
+        assert picture.size[0] == 1600
+        assert picture.size[1] > 1000
+
+
+def test_data_show_needs_only_the_episodes_own_files(broken: Path, tmp_path: Path) -> None:
+    (broken / "data/chunk-000/episode_000007.parquet").unlink()
+    path = broken / "meta" / "info.json"
+    path.write_text(path.read_text().replace("851", "850"))
+    cli.main(["data", "show", str(broken), "5", "--columns", "2", "--out", str(tmp_path / "5.png")])
+    assert (tmp_path / "5.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["12"], "Episode 12 does not exist; "),
+        (["0", "--columns", "0"], "--columns is 0"),
+        (["0", "--out", "x.jpg"], "--out is x.jpg"),
+    ],
+)
+def test_data_show_refuses_with_one_line(args: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["data", "show", str(LEROBOT / "lerobot_v30"), *args])
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {reason}")
+    assert err.count("\n") == 1

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Num, UInt8
+from jaxtyping import Num, Shaped, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from pistar.report.charts import COLOURS, padded_range
@@ -14,6 +14,8 @@ Box = tuple[int, int, int, int]
 """Left, top, right, bottom."""
 
 WIDTH, MARGIN, GAP = 1600, 32, 8
+_TALLEST = 260
+"""A picture's height at most."""
 _PLOT, _STRIP, _LEGEND, _AXIS = 150, 64, 22, 56
 """Heights of a plot, of the outcome's strip and of a line of legend; width left of a plot for its scale."""
 _FINE = 3
@@ -37,8 +39,8 @@ class Outcome:
     """What the episode was paid and how it ended; None: not recorded."""
 
     rewards: Num[np.ndarray, " t"] | None = None
-    done: Num[np.ndarray, " t"] | None = None
-    success: Num[np.ndarray, " t"] | None = None
+    done: Shaped[np.ndarray, " t"] | None = None
+    success: Shaped[np.ndarray, " t"] | None = None
 
 
 def contact_sheet(
@@ -86,11 +88,11 @@ def _pictures(
     for camera, row in pictures.items():
         _text(draw, (MARGIN, y), camera, 14)
         y += 22
-        height = max(round(cell * picture.shape[0] / picture.shape[1]) for picture in row)
-        for left, picture in zip(lefts, row, strict=True):
-            size = (round(cell), round(cell * picture.shape[0] / picture.shape[1]))
+        shrink = [min(cell / picture.shape[1], _TALLEST / picture.shape[0]) for picture in row]
+        for left, picture, scale in zip(lefts, row, shrink, strict=True):
+            size = (max(1, round(scale * picture.shape[1])), max(1, round(scale * picture.shape[0])))
             sheet.paste(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS), (left, y))
-        y += height + 2 * GAP
+        y += max(round(scale * picture.shape[0]) for picture, scale in zip(row, shrink, strict=True)) + 2 * GAP
     return y + GAP
 
 
@@ -107,7 +109,8 @@ def _outcome(
         x += 200
     for name, steps in there.items():
         colour = marks[name][1] if len(steps) else _FAINT
-        draw.ellipse((x, y + 4, x + 9, y + 13), outline=colour, fill=colour if len(steps) else None, width=2)
+        filled = len(steps) and name == "success"
+        draw.ellipse((x, y + 4, x + 9, y + 13), outline=colour, fill=colour if filled else None, width=2)
         _text(draw, (x + 16, y), name if len(steps) else f"no {name}", 14, colour)
         x += 130
     y += _LEGEND

@@ -1,0 +1,113 @@
+"""The sheet has in it what it was given, where it should be. Whether it is good to look at, only looking tells."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pistar.report.charts import COLOURS
+from pistar.report.contact_sheet import MARGIN, WIDTH, Outcome, Signal, contact_sheet
+
+RED, BLUE = (250, 10, 10), (10, 10, 250)
+SUCCESS = (0, 158, 115)
+
+
+def plain(colour: tuple[int, int, int], height: int = 48, width: int = 64) -> np.ndarray:
+    return np.broadcast_to(np.array(colour, np.uint8), (height, width, 3)).copy()
+
+
+def sheet(**changes: object) -> np.ndarray:
+    settings: dict[str, object] = {
+        "title": "fold the towel",
+        "subtitle": "episode 0",
+        "fps": 10.0,
+        "frames": [0, 5],
+        "pictures": {},
+        "signals": {},
+        "outcome": Outcome(),
+    }
+    return np.asarray(contact_sheet(**(settings | changes)))  # type: ignore[arg-type]
+
+
+def where(picture: np.ndarray, colour: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of all pixels of a colour, shades of smoothing aside."""
+    rows, columns = np.nonzero((np.abs(picture.astype(int) - colour) <= 12).all(axis=-1))
+    return rows, columns
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def test_cameras_are_rows_and_frames_are_columns() -> None:
+    drawn = sheet(pictures={"high": [plain(RED), plain(BLUE)], "wrist": [plain(BLUE), plain(RED)]})
+    red_rows, red_columns = where(drawn, RED)
+    blue_rows, blue_columns = where(drawn, BLUE)
+    middle = np.median(red_rows)
+    above, below = red_rows < middle, red_rows > middle
+    assert red_columns[above].max() < blue_columns[blue_rows < middle].min()
+    assert red_columns[below].min() > blue_columns[blue_rows > middle].max()
+    assert red_columns.min() == MARGIN
+
+
+def test_pictures_keep_their_proportions() -> None:
+    rows, columns = where(sheet(frames=[0], pictures={"high": [plain(RED, 40, 80)]}), RED)
+    assert np.ptp(columns) == pytest.approx(2 * np.ptp(rows), rel=0.02)
+
+
+def test_a_tall_picture_does_not_fill_the_sheet() -> None:
+    rows, _ = where(sheet(frames=[0], pictures={"high": [plain(RED, 900, 100)]}), RED)
+    assert np.ptp(rows) < 300
+
+
+def test_every_dimension_has_a_line_and_a_name() -> None:
+    values = np.linspace(0, 1, 20)[:, None] + np.arange(3)
+    drawn = sheet(signals={"action": Signal(values, ["waist", "elbow", "gripper"])})
+    for colour in COLOURS[:3]:
+        _, columns = where(drawn, rgb(colour))
+        assert np.ptp(columns) > 0.9 * (WIDTH - 2 * MARGIN) * 0.9
+    assert len(where(drawn, rgb(COLOURS[3]))[0]) == 0
+
+
+def test_many_dimensions_are_spread_over_plots() -> None:
+    few = sheet(signals={"action": Signal(np.zeros((5, 8)))})
+    many = sheet(signals={"action": Signal(np.zeros((5, 9)))})
+    assert many.shape[0] > few.shape[0] + 100
+
+
+def test_a_signal_goes_up_where_its_numbers_do() -> None:
+    drawn = sheet(signals={"action": Signal(np.linspace(0, 1, 50)[:, None])})
+    rows, columns = where(drawn, rgb(COLOURS[0]))
+    plot = rows < rows.max() - 30  # without the legend
+    assert np.corrcoef(rows[plot], columns[plot])[0, 1] < -0.99
+
+
+def test_nan_leaves_a_gap() -> None:
+    values = np.zeros((100, 1))
+    values[40:60] = np.nan
+    rows, columns = where(sheet(signals={"action": Signal(values)}), rgb(COLOURS[0]))
+    line = columns[rows < rows.max() - 30]
+    assert np.diff(np.unique(line)).max() > 0.15 * WIDTH
+
+
+def test_success_is_marked_where_it_came() -> None:
+    rewards, success = np.zeros(51), np.zeros(51, bool)
+    rewards[25], success[25] = 1, True
+    rows, columns = where(sheet(outcome=Outcome(rewards=rewards, success=success)), SUCCESS)
+    mark = columns[columns > WIDTH // 3]  # without the legend
+    assert abs(mark.mean() - WIDTH / 2) < 40
+    assert len(where(sheet(outcome=Outcome(rewards=rewards, success=~success & False)), SUCCESS)[0]) == 0
+    assert len(rows)
+
+
+def test_an_end_without_rewards_is_drawn_too() -> None:
+    assert sheet(outcome=Outcome(done=np.arange(5) == 4)).shape[0] > sheet().shape[0]
+
+
+@pytest.mark.parametrize("text", ["把毛巾叠好", "fold " * 200, "x" * 500, ""])
+def test_any_title_is_drawn(text: str) -> None:
+    assert sheet(title=text).shape[1] == WIDTH
+
+
+def test_one_frame_of_nothing_but_nan_is_drawn() -> None:
+    drawn = sheet(frames=[0], signals={"action": Signal(np.full((1, 2), np.nan))}, outcome=Outcome(rewards=np.zeros(1)))
+    assert isinstance(Image.fromarray(drawn), Image.Image)
