@@ -1,7 +1,19 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pistar.agents.estimators import ema
+from pistar.agents.estimators import (
+    aggregate,
+    awr_weights,
+    draw_subset,
+    effective_part,
+    ema,
+    reachable_returns,
+    resample,
+    temperature_loss,
+)
+from pistar.config import Aggregation
 
 
 def test_ema_keeps_its_share_of_the_old_and_the_dtype() -> None:
@@ -10,3 +22,84 @@ def test_ema_keeps_its_share_of_the_old_and_the_dtype() -> None:
     averaged = ema(old, new, 0.75)
     np.testing.assert_allclose(averaged["w"], [1.5, 3.0])
     assert averaged["frozen"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "gamma", "expected"),
+    [
+        ((-1.0, -1.0), (0.0, 0.0), 0.99, (-100.0, 0.0)),  # QC's −1 a step, 0 at success
+        ((-1.0, -1.0), (-300.0, 0.0), 0.99, (-300.0, 0.0)),  # a failure costs more than going on for ever
+        ((-1.0, -1.0), (-50.0, 0.0), 0.99, (-100.0, 0.0)),
+        ((0.0, 0.0), (0.0, 1.0), 0.98, (0.0, 1.0)),  # paid once, however long it takes
+        ((0.0, 0.0), (-1.0, 1.0), 1.0, (-1.0, 1.0)),
+        ((0.0, 0.5), (0.0, 1.0), 0.9, (0.0, 5.0)),
+    ],
+)
+def test_reachable_returns(
+    step: tuple[float, float], last: tuple[float, float], gamma: float, expected: tuple[float, float]
+) -> None:
+    np.testing.assert_allclose(reachable_returns(step, last, gamma), expected)
+
+
+VALUES = jnp.array([[1.0, 4.0], [3.0, 0.0], [5.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("min", [1.0, 0.0]), ("mean", [3.0, 2.0]), ("mean_minus_std", [3 - 2 * np.sqrt(8 / 3), 2 - 2 * np.sqrt(8 / 3)])],
+)
+def test_aggregation_by_hand(how: Aggregation, expected: list[float]) -> None:
+    np.testing.assert_allclose(aggregate(VALUES, how, std_factor=2.0), expected, rtol=1e-6)
+
+
+def test_a_subset_asks_some_of_the_ensemble_each_at_most_once() -> None:
+    np.testing.assert_allclose(aggregate(VALUES, "min", subset=jnp.array([1, 2])), [3.0, 0.0])
+    draws = [draw_subset(jax.random.key(i), 5, 2) for i in range(30)]
+    assert {len({int(member) for member in draw}) for draw in draws if draw is not None} == {2}
+    assert {int(member) for draw in draws if draw is not None for member in draw} == set(range(5))
+    assert draw_subset(jax.random.key(0), 5, None) is None
+
+
+def test_awr_weights_by_hand() -> None:
+    """A = ±1 has deviation 1; at β = ½ the weights are e² and e⁻², clipped at 5, divided by their mean."""
+    weights, told = awr_weights(jnp.array([1.0, -1.0]), 0.5, clip=5.0)
+    mean = (5 + np.exp(-2)) / 2
+    np.testing.assert_allclose(weights, [5 / mean, np.exp(-2) / mean], rtol=1e-4)
+    np.testing.assert_allclose(told["clip_rate"], 0.5)
+    np.testing.assert_allclose(told["ess"], (5 + np.exp(-2)) ** 2 / (2 * (25 + np.exp(-4))), rtol=1e-4)
+
+
+def test_awr_weights_do_not_depend_on_the_unit_or_the_baseline_of_rewards() -> None:
+    advantages = jax.random.normal(jax.random.key(0), (64,))
+    weights, _ = awr_weights(advantages, 1.0, clip=1e9)
+    np.testing.assert_allclose(awr_weights(300 * advantages + 600, 1.0, clip=1e9)[0], weights, rtol=1e-3)
+    np.testing.assert_allclose(weights.mean(), 1, rtol=1e-5)
+
+
+def test_awr_weights_are_float32_and_finite_even_of_bfloat16_outliers_and_of_no_difference() -> None:
+    weights, _ = awr_weights(jnp.array([1e30, 0.0, 0.0, -1e30], jnp.bfloat16), 0.001, clip=20.0)
+    assert weights.dtype == jnp.float32
+    assert jnp.isfinite(weights).all()
+    equal, told = awr_weights(jnp.full(4, 7.0), 0.5, clip=1e9)
+    np.testing.assert_allclose(equal, 1)
+    np.testing.assert_allclose(told["ess"], 1)
+
+
+def test_effective_part_is_one_for_equals_and_one_over_b_for_a_dictator() -> None:
+    assert effective_part(jnp.full(8, 3.0)) == 1
+    assert effective_part(jnp.array([0.0, 5.0, 0.0, 0.0])) == 0.25
+
+
+def test_temperature_rises_while_too_few_are_effective() -> None:
+    slope = jax.grad(temperature_loss)
+    assert slope(jnp.float32(0.3), jnp.float32(0.1), 0.3) < 0
+    assert slope(jnp.float32(0.3), jnp.float32(0.6), 0.3) > 0
+    assert jax.grad(temperature_loss, argnums=1)(jnp.float32(0.3), jnp.float32(0.6), 0.3) == 0
+
+
+def test_resampling_draws_by_weight_and_says_what_is_left_to_weigh() -> None:
+    weights = jnp.array([0.0, 1.0, 3.0, 4.0])
+    rows, correction = jax.vmap(lambda key: resample(key, weights))(jax.random.split(jax.random.key(0), 2000))
+    share = jnp.bincount(rows.ravel(), length=4) / rows.size
+    np.testing.assert_allclose(share, weights / 8, atol=0.02)
+    np.testing.assert_allclose(weights[rows] * correction, 2.0, rtol=1e-6)

@@ -66,10 +66,10 @@ def best_candidate(
 def following_chunk(batch: Transitions, best: Float[Array, "b h a"]) -> Float[Array, "b h a"]:
     """What comes after a window's real steps, if an episode's end cut it short: it stands in for the padding.
 
-    After a time-out the policy would have gone on with a*. After the task's end nothing matters any more; a fresh sample
-    of the policy each time teaches the critic just that, and makes such windows look like the chunks it has to judge.
+    After a time-out the policy would have gone on with a*. After the task's end nothing matters any more; another
+    sample each time teaches the critic just that, and makes such windows look like the chunks it has to judge.
     """
-    return jnp.where((batch.bootstrap > 0)[:, None, None], best, batch.candidates[:, 0])
+    return jax.lax.stop_gradient(jnp.where((batch.bootstrap > 0)[:, None, None], best, batch.candidates[:, 0]))
 
 
 def compute_critic_loss(
@@ -84,7 +84,6 @@ def compute_critic_loss(
     subset_key, dropout_key = jax.random.split(key)
     c = critic.config
     best, choices = best_candidate(critic, params, batch.next_seen, batch.candidates)
-    best = jax.lax.stop_gradient(best)
     ahead = critic.values(target_params, batch.next_seen, best)
     subset = draw_subset(subset_key, c.ensemble, c.target_subset)
     wanted = batch.returns + batch.bootstrap * aggregate(ahead, c.aggregation, c.std_factor, subset)
@@ -274,6 +273,10 @@ class Acrlpd:
             return samples[:, 0]
         return best_candidate(self.critic, state.critic, self.critic.see(observation, prefix), samples)[0]
 
+    def raw_params(self, state: AcrlpdState) -> Params:
+        """What the optimiser last wrote."""
+        return self.policy.raw_params(state.policy)
+
     def policy_params(self, state: AcrlpdState) -> Params:
         """What acts and is saved: the average if there is one."""
         return self.policy.policy_params(state.policy)
@@ -340,23 +343,26 @@ class Acrlpd:
             )
         gradient_of = jax.value_and_grad(compute_critic_loss, argnums=1, has_aux=True)
 
-        def step(state: AcrlpdState, minibatch: tuple[Transitions, PRNGKeyArray]) -> tuple[AcrlpdState, Metrics]:
-            (_, metrics), gradient = gradient_of(self.critic, state.critic, state.target_critic, *minibatch)
-            changes, optimizer = self.critic_optimizer.update(gradient, state.critic_optimizer, state.critic)
-            critic = optax.apply_updates(state.critic, changes)
-            target = ema(state.target_critic, critic, 1 - self.config.tau)
-            state = dataclasses.replace(state, critic=critic, target_critic=target, critic_optimizer=optimizer)
-            return state, metrics | {"critic_gradient_norm": optax.tree.norm(gradient)}
+        def step(
+            carry: tuple[Params, Params, optax.OptState], minibatch: tuple[Transitions, PRNGKeyArray]
+        ) -> tuple[tuple[Params, Params, optax.OptState], Metrics]:
+            params, target, optimizer = carry
+            (_, metrics), gradient = gradient_of(self.critic, params, target, *minibatch)
+            changes, optimizer = self.critic_optimizer.update(gradient, optimizer, params)
+            params = optax.apply_updates(params, changes)
+            target = ema(target, params, 1 - self.config.tau)
+            return (params, target, optimizer), metrics | {"critic_gradient_norm": optax.tree.norm(gradient)}
 
+        carry = (state.critic, state.target_critic, state.critic_optimizer)
         if updates == 1:
-            return step(state, (transitions, key))
-        # Dealt out like cards, so that rows stay on the device they are on.
-        dealt = jax.tree.map(lambda leaf: leaf.reshape(-1, updates, *leaf.shape[1:]).swapaxes(0, 1), transitions)
-        policy = state.policy
-        # The policy does not change here, and stays out of the loop's carry.
-        state = dataclasses.replace(state, policy=None)  # type: ignore[arg-type]
-        state, metrics = jax.lax.scan(step, state, (dealt, jax.random.split(key, updates)))
-        return dataclasses.replace(state, policy=policy), jax.tree.map(jnp.mean, metrics)
+            carry, metrics = step(carry, (transitions, key))
+        else:
+            # Dealt out like cards, so that rows stay on the device they are on.
+            dealt = jax.tree.map(lambda leaf: leaf.reshape(-1, updates, *leaf.shape[1:]).swapaxes(0, 1), transitions)
+            carry, metrics = jax.lax.scan(step, carry, (dealt, jax.random.split(key, updates)))
+            metrics = jax.tree.map(jnp.mean, metrics)
+        critic, target, optimizer = carry
+        return dataclasses.replace(state, critic=critic, target_critic=target, critic_optimizer=optimizer), metrics
 
     def _update_policy(
         self,

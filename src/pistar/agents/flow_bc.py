@@ -88,6 +88,10 @@ class FlowBC:
         noise = jax.random.normal(key, (batch, self.config.action_horizon, self.config.action_dim))
         return model.sample(model.encode(observation), noise)
 
+    def raw_params(self, state: FlowBCState) -> Params:
+        """What the optimiser last wrote."""
+        return state.trained | state.frozen
+
     def policy_params(self, state: FlowBCState) -> Params:
         """What is served: the average if there is one."""
         return (state.trained if state.average is None else state.average) | state.frozen
