@@ -178,6 +178,14 @@ class Loader:
         return batch
 
 
+def gather_chunks(source: ChunkSource, starts: Int[np.ndarray, " b"]) -> ChunkBatch:
+    """The windows that start there, in this order, as numpy."""
+    batch = _Filling(source, len(starts), _Memory(), with_next=True)
+    pictures = source.pictures.view(np.unique(source.windows.episodes[starts]), np.zeros(0, np.int64))
+    batch.fill(source, starts, np.arange(len(starts)), pictures)
+    return batch.chunks()
+
+
 def to_devices(batch: T, sharding: jax.sharding.Sharding | None = None) -> T:
     """As device arrays; with a sharding, this host's rows as part of arrays over all hosts."""
     if sharding is None:

@@ -28,6 +28,7 @@ class _Kept:
     actions: Float[np.ndarray, "t a"]
     rewards: Float[np.ndarray, " t"]
     terminated: bool
+    success: bool
     prompt: str
     pictures: Mapping[str, UInt8[np.ndarray, "o size size 3"]]
     """By the model's cameras; without those the robot lacks."""
@@ -120,7 +121,9 @@ class Replay:
             np.array([episode.terminated and not episode.success]),
         )
         labels = label(outcomes, self._scheme, episode.rewards.astype(np.float32))
-        return _Kept(state, actions, labels.rewards, bool(labels.terminated[0]), episode.task, pictures)
+        return _Kept(
+            state, actions, labels.rewards, bool(labels.terminated[0]), episode.success, episode.task, pictures
+        )
 
     def _build(self) -> ChunkSource:
         kept = list(self._kept)
@@ -147,7 +150,8 @@ class Replay:
             np.cumsum(observed) - observed,
             {slot: [k.pictures[slot] for k in kept] for slot, camera in cameras.items() if camera is not None},
         )
-        return ChunkSource(self._inputs, windows, numbers, cameras, pictures, fps=self._fps)
+        success = np.array([k.success for k in kept])
+        return ChunkSource(self._inputs, windows, numbers, cameras, pictures, success=success, fps=self._fps)
 
 
 class _AllThere(EpisodeViews):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 
 from pistar.data.chunks import WindowFields, WindowOptions, Windows, build_windows
 from pistar.data.lerobot import Dataset
@@ -100,11 +100,13 @@ class ChunkSource:
         cameras: Mapping[str, str | None],
         pictures: PictureStore,
         *,
+        success: Bool[np.ndarray, " e"],
         fps: float,
         notes: Sequence[str] = (),
     ) -> None:
-        """`cameras`: from the model's to those of `pictures`; None where there is none."""
+        """`cameras`: from the model's to those of `pictures`; None where there is none. `success`: by episode."""
         self.inputs, self.windows, self.cameras, self.pictures = inputs, windows, cameras, pictures
+        self.success = success
         self.fps, self.notes = fps, tuple(notes)
         self._draw_from(windows.starts)
         normal = inputs.normalize({"state": numbers.state})["state"]
@@ -219,6 +221,7 @@ def dataset_source(
         EpisodeNumbers(state, actions, [str(text) for text in prompts], ids),
         dataset_cameras(dataset, inputs.robot, repack),
         pictures,
+        success=labels.success,
         fps=dataset.fps,
         notes=labels.notes,
     )
