@@ -140,7 +140,7 @@ LEROBOT = Path(__file__).parent / "fixtures" / "lerobot"
 
 
 def test_data_check_of_a_sound_dataset_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["data", "check", str(LEROBOT / "lerobot_v30"), "--frames"])
+    cli.main(["data", "check", str(LEROBOT / "lerobot_v30")])
     assert capsys.readouterr().out == "12 episodes: 12 sound, 0 broken; 0 errors, 0 warnings.\n"
 
 

@@ -503,7 +503,7 @@ def test_rows_of_another_episode_break_it(numbers: Copy, generation: str) -> Non
     root = numbers(generation)
     edit(root, 3, "episode_index", lambda numbers: numbers + 90)
     report = check_dataset(root)
-    assert report.sound == [i for i in range(12) if i != 3]
+    assert report.kept == [i for i in range(12) if i != 3]
     if generation == "v30":
         assert "episodes that meta/ does not put there: 93" in told(report, "index")[None]
 
@@ -591,9 +591,22 @@ def test_a_state_out_of_range_is_a_warning(numbers: Copy) -> None:
 def test_a_joint_that_seldom_moves_is_no_outlier() -> None:
     rng = np.random.default_rng(0)
     values = rng.uniform(-1, 1, (10 * 60, 3))
-    values[:540, 2] = 0.3  # moves in the last episode only
+    values[:540, 2] *= 1e-4  # trembles, but moves in the last episode only
     found = list(check_numbers(rows(*np.split(values, 10), action=values), {"action": Feature("float32", (3,))}))
     assert found == []
+
+
+def test_a_number_that_is_no_command_in_any_unit_breaks_the_episode() -> None:
+    values = np.random.default_rng(0).uniform(-1e4, 1e4, (600, 2))
+    values[70, 1] = 1.5e5  # only 7 ranges away
+    found = list(check_numbers(rows(*np.split(values, 10), action=values), {"action": Feature("float32", (2,))}))
+    assert [(f.episode, f.kind, f.severity) for f in found] == [(1, "range", "error")]
+
+
+def test_actions_that_never_change_anywhere_are_one_warning() -> None:
+    values = np.ones((120, 2))
+    found = list(check_numbers(rows(*np.split(values, 2), action=values), {"action": Feature("float32", (2,))}))
+    assert [(f.episode, f.kind, f.severity) for f in found] == [(None, "constant", "warning")]
 
 
 @both
@@ -936,6 +949,13 @@ def test_a_copy_rolls_to_new_files(copy: Copy, tmp_path: Path) -> None:
     assert len(list((tmp_path / "out" / "data").rglob("*.parquet"))) > 2
 
 
+def test_a_copy_that_is_still_broken_is_an_error(numbers: Copy, tmp_path: Path) -> None:
+    root = numbers("v30")
+    edit(root, 3, "action", put(5, np.nan))
+    with pytest.raises(UserError, match=r"out was written but has errors \(action\[4\] is nan"):
+        clean_copy(Report(check_dataset(root).dataset, ()), tmp_path / "out")
+
+
 def test_a_copy_is_refused_where_something_is(tmp_path: Path, copy: Copy) -> None:
     root = copy("v30")
     report = check_dataset(root)
@@ -969,11 +989,15 @@ def test_a_dataset_with_nothing_sound_gives_no_copy(copy: Copy, tmp_path: Path) 
         clean_copy(report, tmp_path / "out")
 
 
-def test_pictures_in_data_files_are_copied_with_their_rows(tmp_path: Path) -> None:
+def test_pictures_and_texts_in_data_files_are_copied_with_their_rows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     made = [
         Episode(
-            observations={"state": rng.normal(size=(n, 3)), "cam": np.stack(scenery(n, 32, seed=n))},
+            observations={
+                "state": rng.normal(size=(n, 3)),
+                "cam": np.stack(scenery(n, 32, seed=n)),
+                "said": np.array([f"étape {i}" for i in range(n)]),
+            },
             actions=rng.normal(size=(n, 2)).astype(np.float32),
             rewards=np.zeros(n, np.float32), terminated=True, truncated=False, success=True, task=f"wave {n}",
         )
@@ -986,3 +1010,5 @@ def test_pictures_in_data_files_are_copied_with_their_rows(tmp_path: Path) -> No
     pictures = np.stack(list(open_dataset(tmp_path / "out").decode(1, "cam")))
     np.testing.assert_array_equal(pictures, made[2].observations["cam"])
     assert open_dataset(tmp_path / "out").tasks == {0: "wave 6", 1: "wave 7"}
+    said = np.concatenate([made[i].observations["said"] for i in (0, 2)])
+    assert open_dataset(tmp_path / "out").columns(["said"])["said"].tolist() == said.tolist()
