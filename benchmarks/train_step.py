@@ -5,13 +5,19 @@
 Seconds mean little on a shared machine, ratios measured in one run do. By itself the benchmark compares the step with
 its gradient alone (what the optimiser, the average and the augmentation add) and with everything rematerialised. Given
 another program that prints one JSON line with "cpu_s" for a step of the same shapes (OpenPI's, for example), it runs
-the two in turn and prints the ratio. Three compilations: about three minutes.
+the two in turn and prints the ratio. Six compilations: about five minutes.
 
 The shapes are those of OpenPI's "dummy" experts: width 64, depth 4; horizon 10, 48 prompt tokens, three 56×56 cameras.
+
+Then what reinforcement learning adds: a whole ACRLPD update (critic, N = 4 candidates at s' and at s, policy) over a
+step of imitation, on the small π₀ of prefix_sharing.py in full-size proportions; and the same update where every loss
+and every candidate reads its observation anew. Timed in turn; and counted in FLOPs at full size, nothing allocated,
+without rematerialisation (which makes imitation dearer, and so the ratio smaller) and with it.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import shlex
 import subprocess
@@ -23,12 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pistar.agents.acrlpd import Acrlpd, AcrlpdState
 from pistar.agents.flow_bc import FlowBC
-from pistar.config import GemmaConfig, Pi0Config, Remat
+from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, Pi0Config, Remat
 from pistar.models.pi0 import bind, draw_noise_and_time
 from pistar.presets import MODELS
+from pistar.training.flops import count_flops
 from pistar.training.optimizers import AdamWConfig, make_optimizer
-from pistar.types import Observation, PolicyBatch
+from pistar.types import ChunkBatch, Observation, PolicyBatch
+
+from prefix_sharing import BENCH, FULL
 
 DUMMY = GemmaConfig(width=64, depth=4, mlp_dim=128, num_heads=8, num_kv_heads=1, head_dim=16)
 
@@ -64,10 +74,14 @@ def cpu_seconds(run: Callable[[], Any], steps: int) -> list[float]:
 
 
 def training_step(config: Pi0Config, batch: PolicyBatch, augmentation: bool) -> Callable[[], Any]:
-    """A compiled step that goes on from where it was."""
+    """Imitation, compiled."""
     agent = FlowBC(config, make_optimizer(AdamWConfig()), augmentation=augmentation)
-    update = jax.jit(agent.update, donate_argnums=0)
-    state = agent.init(jax.random.key(0))
+    return compiled_step(agent.update, agent.init(jax.random.key(0)), batch)
+
+
+def compiled_step(function: Callable[..., Any], state: Any, batch: PolicyBatch | ChunkBatch) -> Callable[[], Any]:  # noqa: ANN401
+    """A compiled step that goes on from where it was."""
+    update = jax.jit(function, donate_argnums=0)
 
     def step() -> Any:  # noqa: ANN401
         nonlocal state
@@ -93,6 +107,80 @@ def gradient_alone(config: Pi0Config, batch: PolicyBatch) -> Callable[[], Any]:
     return lambda: loss(params)
 
 
+# --- What reinforcement learning adds ---------------------------------------------------------------------------------
+
+
+def acrlpd(model: Pi0Config, hidden: int) -> Acrlpd:
+    """As rl_aloha_fold trains: ten critics of three layers, 14 dims, N = 4; 2 of 5 actions of a chunk are executed."""
+    critic = CriticConfig(ensemble=10, hidden=(hidden,) * 3, dropout=0.1)
+    config = AcrlpdConfig(horizon=model.action_horizon * 2 // 5, action_dims=14, critic=critic, candidates=4)
+    return Acrlpd(model, config, make_optimizer(AdamWConfig()), make_optimizer(AdamWConfig()))
+
+
+def windows(batch: PolicyBatch) -> ChunkBatch:
+    """The same observations and chunks, with rewards and what came next."""
+    shape = batch.valid.shape
+    return ChunkBatch(
+        observations=batch.observations,
+        next_observations=batch.observations,
+        actions=batch.actions,
+        rewards=jnp.zeros(shape),
+        masks=jnp.ones(shape),
+        valid=batch.valid,
+        terminals=jnp.zeros(shape, bool),
+        next_terminal=jnp.zeros(shape[0], bool),
+        sequence_mask=jnp.ones(shape[0], bool),
+    )
+
+
+def rereading(
+    agent: Acrlpd, state: AcrlpdState, batch: ChunkBatch, key: jax.Array
+) -> tuple[AcrlpdState, dict[str, jax.Array]]:
+    """The update, and the reading that sharing saves: s for the critic and for each of N samples, s' for each of N.
+
+    Their prefixes are made and thrown away; what is done with a prefix costs the same whoever made it.
+    """
+    n = agent.config.candidates
+
+    def read(params: dict[str, jax.Array], observations: Observation, times: int) -> jax.Array:
+        copies: Observation = jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), observations)
+        return bind(agent.model, params).encode(copies).features.mean()
+
+    again = read(state.policy.trained | state.policy.frozen, batch.observations, n + 1)
+    ahead = read(agent.policy_params(state), batch.next_observations, n)
+    state, metrics = agent.update(state, batch, key)
+    return state, metrics | {"reread": again + ahead}
+
+
+def update_flops(model: Pi0Config) -> dict[str, int]:
+    """Of imitation, of ACRLPD, and of ACRLPD that reads anew, from shapes alone."""
+    batch, key = random_batch(model, 2), jax.random.key(0)
+    bc, rl = FlowBC(model, make_optimizer(AdamWConfig())), acrlpd(model, hidden=512)
+    start = jax.eval_shape(rl.init, key)
+    return {
+        "bc": count_flops(bc.update, jax.eval_shape(bc.init, key), batch, key),
+        "acrlpd": count_flops(rl.update, start, windows(batch), key),
+        "naive": count_flops(functools.partial(rereading, rl), start, windows(batch), key),
+    }
+
+
+def compare_rl(seconds: dict[str, float]) -> dict[str, float]:
+    """Print the table, return its ratios; those of FLOPs as they are, unrounded."""
+    full = update_flops(dataclasses.replace(FULL, remat="none"))
+    rematerialised = update_flops(FULL)
+    print(f"{'one update':<34}{'imitation':>10}{'ACRLPD':>10}{'naive':>10}")
+    print(f"{'CPU seconds, small π₀':<34}" + "".join(f"{seconds[name]:>10.4f}" for name in full))
+    print(f"{'TFLOP a sample, π₀':<34}" + "".join(f"{flops / 2e12:>10.3f}" for flops in full.values()))
+    print(f"{'TFLOP a sample, π₀ rematerialised':<34}" + "".join(f"{f / 2e12:>10.3f}" for f in rematerialised.values()))
+    return {
+        "acrlpd_over_bc": round(seconds["acrlpd"] / seconds["bc"], 3),
+        "naive_over_shared": round(seconds["naive"] / seconds["acrlpd"], 3),
+        "flops_acrlpd_over_bc_full": full["acrlpd"] / full["bc"],
+        "flops_naive_over_shared_full": full["naive"] / full["acrlpd"],
+        "flops_acrlpd_over_bc_full_remat": rematerialised["acrlpd"] / rematerialised["bc"],
+    }
+
+
 def main() -> None:
     """Measure, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,6 +204,11 @@ def main() -> None:
         others["gradient_alone"] = gradient_alone(config, batch)
         rematerialised = dataclasses.replace(config, remat=remat_all)
         others["remat_full"] = training_step(rematerialised, batch, not args.no_augment)
+        bench_batch = random_batch(BENCH, args.batch)
+        others["bc"] = training_step(BENCH, bench_batch, augmentation=True)
+        rl = acrlpd(BENCH, hidden=64)  # an eighth of the full size, as all of BENCH's widths
+        for name, function in (("acrlpd", rl.update), ("naive", functools.partial(rereading, rl))):
+            others[name] = compiled_step(function, rl.init(jax.random.key(0)), windows(bench_batch))
     start = time.process_time()
     step = training_step(config, batch, not args.no_augment)
     compile_s = time.process_time() - start
@@ -134,8 +227,12 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("model", "dtype", "batch", "remat")},
         "cpu_s": round(float(np.min(ours)), 4),
         "compile_cpu_s": round(compile_s, 1),
-        **{f"over_{name}": round(float(np.min(ours) / np.min(times)), 3) for name, times in theirs.items()},
     }
+    best = {name: float(np.min(times)) for name, times in theirs.items()}
+    rl_times: dict[str, float] = {name: best.pop(name) for name in ("bc", "acrlpd", "naive") if name in best}
+    result |= {f"over_{name}": round(float(np.min(ours)) / seconds, 3) for name, seconds in best.items()}
+    if rl_times:
+        result |= compare_rl(rl_times)
     print(json.dumps(result))
 
 
