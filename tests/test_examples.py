@@ -22,6 +22,13 @@ def test_sample_actions() -> None:
     assert "4 candidates of 10 actions with 14 numbers each" in out
 
 
+def test_q_chunk_batches(tmp_path: Path) -> None:
+    dataset = "tests/fixtures/lerobot/lerobot_v30"
+    out = run("examples/q_chunk_batches.py", dataset, "aloha", "--cache", str(tmp_path))
+    assert "10 episodes to train on, 2 held out; 850 windows" in out
+    assert "step 2: actions (8, 50, 32)" in out
+
+
 def test_prefix_sharing_ends_in_a_json_line_and_keeps_its_promises() -> None:
     result = json.loads(run("benchmarks/prefix_sharing.py").splitlines()[-1])
     assert result["speedup_n8"] > 2  # 4 and more on a quiet machine
