@@ -55,3 +55,9 @@ def test_loader_ends_in_a_json_line_and_is_far_ahead_of_random_access() -> None:
     assert result["of_memcpy_limit"] > 0.1
     assert result["build_of_decode_limit"] > 0.3
     assert result["state_only_windows_per_s"] > 30_000
+
+
+def test_learning_offline_ends_in_a_json_line() -> None:
+    result = json.loads(run("benchmarks/learning_offline.py", "--quick", "--only", "acrlpd").splitlines()[-1])
+    assert result["pooled"]["acrlpd_1"]["of"] == 4
+    assert result["pooled"]["acrlpd_best_of_4"]["of"] == 4

@@ -1,0 +1,562 @@
+"""Does ACRLPD learn what imitation cannot? A simulated arm, data of mixed quality, policies with the same budget.
+
+    python benchmarks/learning_offline.py --out FOLDER [--seeds 1 2 3] [--only METHOD …]
+    python benchmarks/learning_offline.py --quick
+
+TAKES LONG: about 20 minutes of one core for each seed. What is done is kept in --out, and a killed run goes on from
+there; several may share a folder, each with other seeds or methods (--only). Needs the extra `metaworld`.
+
+The data: 200 episodes of Meta-World's pick-place-v3, none of them clean. Its scripted expert acts in segments of 6 to
+14 steps, and three of four segments are spoilt: a constant random action, a gripper forced open, an object or a goal
+believed to be 6 to 12 cm from where it is. A quarter of the episodes succeed all the same. So failures hold good
+segments and successes bad ones, and whoever wants a good policy has to tell them apart.
+
+The policies: one small π₀ (no pictures, 17 numbers of state, chunks of 5 steps executed open loop), in π₀'s own code,
+trained by `FlowBC` on everything, on successes only, three times as long, and by `Acrlpd`. As many policy updates for
+each: ACRLPD's second half starts from the BC of its first. Settings were chosen on seed 0, which is not reported.
+Success is Meta-World's own flag within 200 steps, on 100 tasks no episode was collected on.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import os
+import pickle
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from metaworld.envs.sawyer_pick_place_v3 import SawyerPickPlaceEnvV3
+from metaworld.policies.sawyer_pick_place_v3_policy import SawyerPickPlaceV3Policy
+from metaworld.types import Task
+
+from pistar.agents.acrlpd import Acrlpd, AcrlpdState
+from pistar.agents.flow_bc import FlowBC
+from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, Pi0Config, SiglipConfig
+from pistar.data.chunks import WindowOptions
+from pistar.data.loader import Loader, Part
+from pistar.data.norm_stats import NormStats, RunningStats
+from pistar.data.replay import Replay
+from pistar.data.rewards import RewardScheme
+from pistar.data.robots import Robot, output_transform
+from pistar.data.source import ChunkSource, ModelInputs
+from pistar.models.pi0 import Params
+from pistar.models.tokenizer import load_tokenizer
+from pistar.training.optimizers import AdamWConfig, CosineSchedule, make_optimizer
+from pistar.types import Episode, Observation
+
+LIMIT = 200
+"""Steps of an episode."""
+CHUNK = 5
+CAMERA = "base_0_rgb"
+SEEN = np.r_[0:7, 18:25, 36:39]
+"""Of Meta-World's 39 numbers: hand, gripper and object now and a step ago, and the goal. The rest is rotation or 0."""
+
+ROBOT = Robot(name="sawyer", action_dim=4, state_keys={"state": len(SEEN)}, cameras={CAMERA: None})
+MODEL = Pi0Config(
+    pi05=False,
+    vlm=GemmaConfig(width=16, depth=2, mlp_dim=32, num_heads=1, num_kv_heads=1, head_dim=32),
+    expert=GemmaConfig(width=64, depth=2, mlp_dim=128, num_heads=1, num_kv_heads=1, head_dim=32),
+    vision=SiglipConfig(width=8, depth=1, mlp_dim=8, num_heads=1, patch_size=14),
+    action_dim=len(SEEN),
+    action_horizon=CHUNK,
+    max_token_len=4,
+    vocab_size=512,
+    image_size=14,
+    cameras=(CAMERA,),
+    dtype="float32",
+    remat="dots",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How much of everything."""
+
+    episodes: int = 200
+    tasks: int = 100
+    batch: int = 128
+    updates: int = 3000
+    """Of each policy; the baselines that train longer have three times as many."""
+    critic_warmup: int = 3000
+    """Updates of the critic before the policy goes on; they do not touch the policy."""
+
+
+QUICK = Budget(episodes=4, tasks=4, batch=16, updates=10, critic_warmup=5)
+
+AGENT = AcrlpdConfig(
+    horizon=CHUNK,
+    action_dims=ROBOT.action_dim,
+    gamma=0.98,
+    tau=0.01,
+    candidates=4,
+    flow_steps=4,
+    critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
+    beta=0.5,
+    weight_clip=30.0,
+    awr_by="resample",
+    bc_scale=0.0,
+    augmentation=False,
+)
+POLICY_RATE, CRITIC_RATE = 1e-3, 5e-4
+ACTING_STEPS = 10
+"""Euler steps of a policy that acts, whoever trained it. While learning, ACRLPD makes do with fewer."""
+
+METHODS = {
+    "bc": "BC",
+    "bc_long": "BC, 3× longer",
+    "successes": "BC on successes only",
+    "successes_long": "BC on successes only, 3× longer",
+    "acrlpd": "ACRLPD",
+}
+ROWS = {
+    **{name: title for name, title in METHODS.items() if name != "acrlpd"},
+    "start_best_of_4": "BC of the first half, best of 4 by the critic",
+    "acrlpd_1": "ACRLPD, N = 1",
+    "acrlpd_best_of_4": "ACRLPD, best of 4",
+}
+
+
+# --- The simulator ----------------------------------------------------------------------------------------------------
+
+
+class Arm(SawyerPickPlaceEnvV3):
+    """pick-place-v3 without its dense reward and the object's rotation, which nobody here looks at: twice as fast.
+
+    What is seen of it and its success flag are the original's, step for step; --quick checks that.
+    """
+
+    def evaluate_state(self, obs: np.ndarray, action: np.ndarray) -> tuple[float, dict[str, Any]]:
+        """No reward, and whether the object is within 7 cm of the goal."""
+        del action
+        return 0.0, {"success": float(np.linalg.norm(obs[4:7] - self._target_pos) <= 0.07)}
+
+    def _get_quat_objects(self) -> np.ndarray:
+        return np.zeros(4)
+
+    def twin(self) -> "Arm":
+        """Another arm in the same state. Only what moves is copied."""
+        other: Arm = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.data = copy.copy(self.data)
+        return other
+
+
+def draw_task(rng: np.random.Generator) -> Task:
+    """Where object and goal are, drawn as Meta-World does."""
+    low, high = np.array([-0.1, 0.6, 0.02, -0.1, 0.8, 0.05]), np.array([0.1, 0.7, 0.02, 0.1, 0.9, 0.3])
+    while True:
+        where = rng.uniform(low, high)
+        if np.linalg.norm(where[:2] - where[3:5]) >= 0.15:
+            task = {"env_cls": SawyerPickPlaceEnvV3, "rand_vec": where, "partially_observable": False}
+            return Task("pick-place-v3", pickle.dumps(task))
+
+
+def set_up(arm: Arm, task: Task) -> np.ndarray:
+    """Begin a task; its first observation."""
+    arm.set_task(task)
+    first: np.ndarray = arm.reset()[0]
+    return first
+
+
+def check_arm(steps: int = 60) -> None:
+    """Refuse an arm that shows anything else than the original."""
+    arm, original, rng = Arm(), SawyerPickPlaceEnvV3(), np.random.default_rng(0)
+    task = draw_task(rng)
+    seen = set_up(arm, task)
+    original.set_task(task)
+    original.reset()
+    for _ in range(steps):
+        action = np.clip(expert_action(seen) + rng.normal(0, 0.1, 4), -1, 1)
+        seen, _, _, _, told = arm.step(action)
+        wanted, _, _, _, wanted_told = original.step(action)
+        if not np.array_equal(seen[SEEN], wanted[SEEN]) or told["success"] != wanted_told["success"]:
+            raise AssertionError("the fast arm differs from Meta-World's")
+
+
+# --- The data ---------------------------------------------------------------------------------------------------------
+
+
+def expert_action(observation: np.ndarray) -> np.ndarray:
+    """What Meta-World's script does there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of being clipped, which it is meant to be
+        return np.clip(SawyerPickPlaceV3Policy().get_action(observation), -1, 1)
+
+
+Behaviour = Callable[[np.ndarray], np.ndarray]
+
+
+def draw_behaviour(rng: np.random.Generator) -> tuple[Behaviour, bool]:
+    """How the arm acts for a segment, and whether that is bad."""
+    if rng.random() >= 0.75:
+        return expert_action, False
+    kind = rng.integers(4)
+    angle, distance = rng.uniform(0, 2 * np.pi), rng.uniform(0.06, 0.12)
+    shift = distance * np.array([np.cos(angle), np.sin(angle)])
+    constant = rng.uniform(-1, 1, 4)
+
+    def spoilt(observation: np.ndarray) -> np.ndarray:
+        if kind == 0:
+            return constant
+        believed = observation.copy()
+        if kind == 2:
+            believed[4:6] += shift
+        if kind == 3:
+            believed[36:38] += shift
+        action = expert_action(believed)
+        return np.append(action[:3], -1.0) if kind == 1 else action
+
+    return spoilt, True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """Episodes, and for each step whether it belongs to a bad segment, which no policy gets to know."""
+
+    episodes: list[Episode]
+    bad: list[np.ndarray]
+
+
+def collect(seed: int, count: int) -> Recorded:
+    """Episodes of the spoilt expert; each action with noise, and stored as executed."""
+    rng, arm = np.random.default_rng([seed, 0]), Arm()
+    episodes, all_bad = [], []
+    for _ in range(count):
+        observation = set_up(arm, draw_task(rng))
+        states = [observation[SEEN]]
+        actions: list[np.ndarray] = []
+        bad: list[bool] = []
+        left, success = 0, False
+        behaviour, spoilt = draw_behaviour(rng)
+        while len(actions) < LIMIT and not success:
+            if left == 0:
+                behaviour, spoilt = draw_behaviour(rng)
+                left = int(rng.integers(6, 15))
+            action = np.clip(behaviour(observation) + rng.normal(0, 0.1, 4), -1, 1)
+            observation, _, _, _, told = arm.step(action)
+            success, left = bool(told["success"]), left - 1
+            states.append(observation[SEEN])
+            actions.append(action)
+            bad.append(spoilt)
+        rewards = np.zeros(len(actions), np.float32)
+        episodes.append(
+            Episode(
+                observations={"state": np.array(states, np.float32)},
+                actions=np.array(actions, np.float32),
+                rewards=rewards,  # the scheme below pays 1 for a success
+                terminated=success,
+                truncated=not success,
+                success=success,
+                task="",
+            )
+        )
+        all_bad.append(np.array(bad))
+    return Recorded(episodes, all_bad)
+
+
+def inputs_for(episodes: Sequence[Episode]) -> ModelInputs:
+    """How the model reads these: by z-scores, as π₀ does."""
+    counted = {"state": RunningStats(), "actions": RunningStats()}
+    for episode in episodes:
+        counted["state"].update(episode.observations["state"])
+        counted["actions"].update(episode.actions)
+    stats: Mapping[str, NormStats] = {name: running.stats() for name, running in counted.items()}
+    tokenizer = load_tokenizer("tiny", MODEL.max_token_len)
+    return ModelInputs(ROBOT, stats, "zscore", tokenizer, MODEL.action_dim, MODEL.image_size, False)
+
+
+def source_of(episodes: Sequence[Episode], inputs: ModelInputs) -> ChunkSource:
+    """Their windows. A success pays 1 and ends the task; running out of time is no end."""
+    steps = sum(len(episode.actions) for episode in episodes)
+    replay = Replay(steps, inputs, WindowOptions(CHUNK, CHUNK), RewardScheme("success"), fps=80.0)
+    for episode in episodes:
+        replay.add(episode)
+    source = replay.source()
+    assert source is not None
+    return source
+
+
+# --- Learning ---------------------------------------------------------------------------------------------------------
+
+Act = Callable[[Observation, jax.Array], jax.Array]
+
+
+def optimizer(peak: float, updates: int) -> optax.GradientTransformation:
+    """AdamW, down a cosine to a hundredth of the peak."""
+    warmup = min(100, updates // 10)
+    schedule = CosineSchedule(warmup_steps=warmup, peak_lr=peak, decay_steps=updates, decay_lr=peak / 100)
+    return make_optimizer(AdamWConfig(schedule=schedule))
+
+
+def imitate(source: ChunkSource, updates: int, batch: int, seed: int) -> tuple[Params, Act]:
+    """Behaviour cloning: the policy, and how it acts."""
+    agent = FlowBC(MODEL, optimizer(POLICY_RATE, updates), augmentation=False)
+    update = jax.jit(agent.update, donate_argnums=0)
+    key = jax.random.key(seed)
+    state = agent.init(jax.random.fold_in(key, 2**31))
+    for step, drawn in enumerate(Loader([Part(source)], batch, seed).policy_batches(0, updates)):
+        state, _ = update(state, drawn, jax.random.fold_in(key, step))
+    act = jax.jit(agent.act)
+    return agent.policy_params(state), lambda seen, key: act(state, seen, key)
+
+
+def reinforce(
+    source: ChunkSource, budget: Budget, seed: int, start: Params, config: AcrlpdConfig
+) -> Iterator[tuple[Acrlpd, AcrlpdState, dict[str, float]]]:
+    """ACRLPD from a policy, twice: when the critic has learnt what that policy is worth, and at the end."""
+    warmup, updates = budget.critic_warmup, budget.updates - budget.updates // 2
+    agent = Acrlpd(
+        MODEL,
+        dataclasses.replace(config, critic_warmup=warmup),
+        optimizer(POLICY_RATE, updates),
+        optimizer(CRITIC_RATE, warmup + updates),
+    )
+    update = jax.jit(agent.update, donate_argnums=0)
+    key = jax.random.key(seed)
+    state = agent.init_from(start, jax.random.fold_in(key, 2**31))
+    recent: list[dict[str, jax.Array]] = []
+    for step, drawn in enumerate(Loader([Part(source)], budget.batch, seed + 1000).batches(0, warmup + updates), 1):
+        state, metrics = update(state, drawn, jax.random.fold_in(key, step))
+        recent = [*recent[-19:], metrics]
+        if step in (warmup, warmup + updates):
+            means = {name: float(np.mean([float(m[name]) for m in recent])) for name in metrics}
+            yield agent, jax.tree.map(jnp.copy, state), {name: value for name, value in means.items() if value == value}
+
+
+def best_of(agent: Acrlpd, state: AcrlpdState, n: int) -> Act:
+    """The policy behind the best of n samples."""
+    acting = dataclasses.replace(agent, config=dataclasses.replace(agent.config, flow_steps=ACTING_STEPS))
+    act = jax.jit(lambda state, seen, key: acting.act(state, seen, key, n))
+    return lambda seen, key: act(state, seen, key)
+
+
+def critic_auc(agent: Acrlpd, state: AcrlpdState, source: ChunkSource, recorded: Recorded, rows: int = 2000) -> float:
+    """How often Q(s, a) − mean Q(s, samples) is higher for a good chunk than for a bad one; 0.5 is guessing."""
+    bad = np.concatenate(recorded.bad)
+    starts = np.random.default_rng(0).choice(source.starts, min(rows, len(source.starts)), replace=False)
+    fields = source.windows.gather(starts)
+    seen = observe(source.inputs, source.state(fields.observation_rows))
+
+    @jax.jit
+    def advantages(state: AcrlpdState, seen: Observation, actions: jax.Array, valid: jax.Array) -> jax.Array:
+        samples = agent.sample_candidates(state, seen, jax.random.key(0), agent.config.candidates)
+        alike = jnp.ones_like(valid)
+        return agent.q_values(state, seen, actions, valid) - agent.q_values(state, seen, samples, alike).mean(axis=1)
+
+    advantage = np.asarray(advantages(state, seen, source.actions(starts, fields), fields.valid))
+    spoilt = bad[fields.action_rows].mean(axis=1)
+    good, worse = advantage[spoilt == 0], advantage[spoilt == 1]
+    return float((good[:, None] > worse[None]).mean()) if len(good) and len(worse) else 0.5
+
+
+# --- Acting -----------------------------------------------------------------------------------------------------------
+
+
+def observe(inputs: ModelInputs, states: np.ndarray) -> Observation:
+    """What the model is given of these states, which are normalised and padded."""
+    size, pixels = len(states), MODEL.image_size
+    tokens, mask = inputs.tokenizer.tokenize("", None)
+    return Observation(
+        images={CAMERA: np.zeros((size, pixels, pixels, 3), np.uint8)},
+        image_masks={CAMERA: np.zeros(size, bool)},
+        state=states.astype(np.float32),
+        tokenized_prompt=np.tile(tokens, (size, 1)),
+        tokenized_prompt_mask=np.tile(mask, (size, 1)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Beginning:
+    """An arm with its task before it, and what it sees."""
+
+    arm: Arm
+    state: np.ndarray
+
+
+def beginnings(seed: int, count: int) -> list[Beginning]:
+    """Tasks to be judged by."""
+    rng, arm = np.random.default_rng([seed, 1]), Arm()
+    made = []
+    for _ in range(count):
+        first = set_up(arm, draw_task(rng))
+        made.append(Beginning(arm.twin(), first[SEEN]))
+    return made
+
+
+def successes(act: Act, starts: Sequence[Beginning], inputs: ModelInputs, seed: int) -> int:
+    """In how many of the tasks the policy succeeds; all of them go on side by side, a chunk at a time."""
+    arms = [start.arm.twin() for start in starts]
+    states = np.array([start.state for start in starts], np.float32)
+    done = np.zeros(len(arms), bool)
+    to_robot = output_transform(ROBOT, inputs.stats, inputs.norm)
+    for step in range(0, LIMIT, CHUNK):
+        seen = observe(inputs, inputs.pad(inputs.normalize({"state": states}))["state"])
+        chunks = act(seen, jax.random.fold_in(jax.random.key(seed), step))
+        actions = np.clip(to_robot({"actions": np.asarray(chunks), "state": seen.state})["actions"], -1, 1)
+        for i in np.flatnonzero(~done):
+            for action in actions[i]:
+                observation, _, _, _, told = arms[i].step(action)
+                states[i], done[i] = observation[SEEN], bool(told["success"])
+                if done[i]:
+                    break
+        if done.all():
+            break
+    return int(done.sum())
+
+
+# --- The comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """Results in a folder, a file for each seed and method."""
+
+    folder: Path
+
+    def recall(self, seed: int, method: str) -> dict[str, Any] | None:
+        """What was found before."""
+        path = self._path(seed, method)
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return found
+
+    def keep(self, seed: int, method: str, found: Mapping[str, Any]) -> None:
+        """Write down, whole or not at all."""
+        path = self._path(seed, method)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(found))
+        os.replace(aside, path)
+
+    def _path(self, seed: int, method: str) -> Path:
+        return self.folder / f"seed{seed}" / f"{method}.json"
+
+
+class World:
+    """A seed's data and tasks, made when they are first needed."""
+
+    def __init__(self, seed: int, budget: Budget) -> None:
+        self.seed, self.budget = seed, budget
+        self.recorded = collect(seed, budget.episodes)
+        episodes = self.recorded.episodes
+        self.inputs = inputs_for(episodes)
+        self.source = source_of(episodes, self.inputs)
+        self.won = np.flatnonzero([episode.success for episode in episodes])
+        self.starts = beginnings(seed, budget.tasks)
+
+    def judge(self, act: Act) -> int:
+        """Successes of the tasks. The same random numbers for every policy."""
+        return successes(act, self.starts, self.inputs, self.seed)
+
+    def run(self, method: str) -> dict[str, Any]:
+        """Train by a method; successes by row of the table, and what else is worth knowing."""
+        b, seed = self.budget, self.seed
+        if method == "acrlpd":
+            return self._run_acrlpd()
+        source = self.source.select(self.won) if method.startswith("successes") and len(self.won) else self.source
+        _, act = imitate(source, b.updates * (3 if method.endswith("long") else 1), b.batch, seed)
+        return {"successes": {method: self.judge(act)}}
+
+    def _run_acrlpd(self) -> dict[str, Any]:
+        b = self.budget
+        start, _ = imitate(self.source, b.updates // 2, b.batch, self.seed)
+        (agent, before, _), (_, after, metrics) = reinforce(self.source, b, self.seed, start, AGENT)
+        return {
+            "successes": {
+                "start_best_of_4": self.judge(best_of(agent, before, 4)),
+                "acrlpd_1": self.judge(best_of(agent, after, 1)),
+                "acrlpd_best_of_4": self.judge(best_of(agent, after, 4)),
+            },
+            "critic_auc": [round(critic_auc(agent, s, self.source, self.recorded), 3) for s in (before, after)],
+            "last_metrics": {name: round(value, 4) for name, value in sorted(metrics.items())},
+        }
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """(p̂ + z²/2n ± z·√(p̂(1 − p̂)/n + z²/4n²)) / (1 + z²/n), z = 1.96: where 95 % confidence puts the true rate."""
+    z, p = 1.96, successes / trials
+    centre, spread = p + z * z / (2 * trials), z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    return (centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)
+
+
+def summarise(notes: Notes, seeds: Sequence[int], tasks: int, seconds: float) -> dict[str, Any]:
+    """Print the table of what is there, return the line that sums it up."""
+    found = {seed: [note for m in METHODS if (note := notes.recall(seed, m)) is not None] for seed in seeds}
+    counts = {
+        row: [next((n["successes"][row] for n in found[s] if row in n["successes"]), None) for s in seeds]
+        for row in ROWS
+    }
+    pooled: dict[str, dict[str, Any]] = {}
+    print(f"\n| of {tasks} tasks each | {' | '.join(f'seed {seed}' for seed in seeds)} | pooled | Wilson 95 % |")
+    print("|---" * (len(seeds) + 3) + "|")
+    for row, title in ROWS.items():
+        known = [count for count in counts[row] if count is not None]
+        if not known:
+            continue
+        low, high = wilson(sum(known), tasks * len(known))
+        pooled[row] = {"successes": sum(known), "of": tasks * len(known), "wilson": [round(low, 3), round(high, 3)]}
+        shown = " | ".join("–" if count is None else str(count) for count in counts[row])
+        print(f"| {title} | {shown} | {sum(known)} of {tasks * len(known)} | {low:.2f} to {high:.2f} |")
+
+    def beats(better: str, *others: str) -> bool | None:
+        if any(row not in pooled or pooled[row]["of"] != tasks * len(seeds) for row in (better, *others)):
+            return None
+        return all(pooled[better]["wilson"][0] > pooled[other]["wilson"][1] for other in others)
+
+    imitators = {"bc": ("bc", "bc_long"), "successes_only": ("successes", "successes_long")}
+    return {
+        "benchmark": "learning_offline",
+        "seeds": list(seeds),
+        "pooled": pooled,
+        **{f"beats_{name}": beats("acrlpd_best_of_4", *rows) for name, rows in imitators.items()},
+        **{f"beats_{name}_with_n_1": beats("acrlpd_1", *rows) for name, rows in imitators.items()},
+        "critic_auc": [n["critic_auc"] for s in seeds for n in found[s] if "critic_auc" in n],
+        "demo_successes": [next((n["demo_successes"] for n in found[s]), None) for s in seeds],
+        "seconds_of_training_and_judging": round(sum(n["seconds"] for s in seeds for n in found[s])),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    """Run what has not been run yet, print the table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="keeps results, to go on from; a temporary folder if left out")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--episodes", type=int, default=Budget.episodes)
+    parser.add_argument("--quick", action="store_true", help="a minute of everything, which shows nothing")
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    budget = QUICK if args.quick else Budget(episodes=args.episodes)
+    seeds = args.seeds[:1] if args.quick else args.seeds
+    with tempfile.TemporaryDirectory() as scratch:
+        notes = Notes(args.out or Path(scratch))
+        compiled = str(notes.folder.resolve() / "compiled")
+        jax.config.update("jax_compilation_cache_dir", compiled)  # type: ignore[no-untyped-call]
+        check_arm()
+        for seed in seeds:
+            world: World | None = None
+            for method in args.only:
+                if notes.recall(seed, method) is not None:
+                    continue
+                world = world or World(seed, budget)
+                since = time.process_time()
+                found = world.run(method)
+                found |= {"seconds": round(time.process_time() - since, 1), "demo_successes": len(world.won)}
+                print(f"seed {seed}: {json.dumps(found)}", flush=True)
+                notes.keep(seed, method, found)
+        result = summarise(notes, seeds, budget.tasks, time.perf_counter() - begin)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
