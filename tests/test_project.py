@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "types": set(),
     "tables": {"errors"},
     "config": {"errors"},
-    "presets": {"config"},
+    "presets": {"config", "training", "errors"},
     "models": {"types", "config", "errors"},
     "agents": {"models", "types", "config", "errors"},
     "data": {"types", "config", "errors"},

@@ -1,5 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `pistar --help` is instant."""
 
+import argparse
 import difflib
 import importlib.metadata
 import sys
@@ -107,6 +108,51 @@ def presets() -> None:
         chunk = f"{config.action_horizon} × {config.action_dim}"
         table.add_row(name, config.model_type, *experts, vision, str(config.image_size), chunk)
     Console().print(table)
+
+
+def train(args: Sequence[str]) -> None:
+    """pistar train PRESET [options] [--any.field value]"""
+    from pistar.presets import get_config, list_configs
+    from pistar.training.config import RLTrainConfig, load_config
+
+    parser = argparse.ArgumentParser(
+        prog="pistar train",
+        description="Train a policy from logged data. Every field of the preset is an option: see PRESET --help.",
+        epilog=f"Presets: {', '.join(list_configs())}.",
+        add_help=False,
+    )
+    parser.add_argument("preset")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings that replace the preset's")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
+    parser.add_argument("--debug", action="store_true", help="stop at the first NaN and say where it is from")
+    if not args or args[0].startswith("-"):
+        parser.print_help()
+        sys.exit(0 if "--help" in args or "-h" in args else 2)
+    options, rest = parser.parse_known_args(args)
+    config = get_config(options.preset)
+    if options.config is not None:
+        config = load_config(options.config, config)
+    if "--help" in rest or "-h" in rest:
+        parser.print_help()
+    config = tyro.cli(
+        RLTrainConfig,
+        prog=f"pistar train {options.preset}",
+        default=config,
+        args=rest,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    if options.debug:
+        import jax
+
+        jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
+    from pistar.training import offline
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    saved = offline.train(config, console, resume=options.resume, overwrite=options.overwrite, dry_run=options.dry_run)
+    if saved is not None:
+        Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
 
 
 def data_stats(
@@ -325,6 +371,9 @@ def main(args: Sequence[str] | None = None) -> None:
         Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)
         return
     try:
+        if list(args[:1]) == ["train"]:  # its options are the preset's
+            train(args[1:])
+            return
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1) or list(COMMANDS)
             raise UserError(f"there is no command {args[0]!r}; try {', '.join(near)}.")

@@ -1,8 +1,12 @@
 """Named configurations, and nothing else."""
 
 import dataclasses
+import difflib
 
-from pistar.config import GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
+from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
+from pistar.errors import UserError
+from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
+from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
 _SO400M_14 = SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16, patch_size=14)
 _GEMMA_2B = GemmaConfig(width=2048, depth=18, mlp_dim=16_384, num_heads=8, num_kv_heads=1, head_dim=256)
@@ -34,3 +38,117 @@ MODELS: dict[str, Pi0Config] = {
     "pi05_tiny": dataclasses.replace(_TINY, pi05=True, max_token_len=200),
 }
 """Model sizes by name. The tiny ones run on a laptop in seconds and need no PaliGemma tokenizer."""
+
+
+def _cosine(peak: float, steps: int, warmup: int = 1_000) -> AdamWConfig:
+    """Down to a tenth by the last step."""
+    return AdamWConfig(CosineSchedule(min(warmup, steps // 10), peak, steps, peak / 10))
+
+
+_LARGE_CRITIC = CriticConfig(ensemble=10, hidden=(512, 512, 512))
+_SMALL_CRITIC = CriticConfig(ensemble=2, hidden=(256, 256))
+
+_FOLDING = AcrlpdConfig(
+    horizon=20,
+    action_dims=14,
+    gamma=0.999,  # it takes a thousand steps and more
+    critic=dataclasses.replace(_LARGE_CRITIC, dropout=0.1),
+    bc_scale=0.05,
+    target_ess=0.3,
+    critic_warmup=1_000,
+)
+_ALOHA_FOLD = RLTrainConfig(
+    name="rl_aloha_fold",
+    robot="aloha",
+    model=dataclasses.replace(_PI0, action_horizon=20),
+    algorithm=_FOLDING,
+    policy_optimizer=_cosine(3e-5, 30_000),
+    critic_optimizer=_cosine(3e-4, 30_000),
+    batch_size=256,
+)
+_FOLD_BOX = dataclasses.replace(
+    _ALOHA_FOLD,
+    name="rl_fold_box",
+    algorithm=dataclasses.replace(_FOLDING, critic=_SMALL_CRITIC, bc_scale=0.1),
+    policy_optimizer=_cosine(1e-5, 30_000),
+    critic_optimizer=_cosine(1e-3, 30_000),
+    batch_size=128,
+)
+_LIBERO = dataclasses.replace(
+    _ALOHA_FOLD,
+    name="rl_libero",
+    robot="libero",
+    model=dataclasses.replace(_PI05, action_horizon=10),
+    prompt_format="pi0",  # as OpenPI's pi05_libero: the state is not in the prompt
+    algorithm=AcrlpdConfig(
+        horizon=10, action_dims=7, gamma=0.99, critic=_LARGE_CRITIC, candidates=8, critic_warmup=1_000
+    ),
+)
+_DROID = dataclasses.replace(
+    _ALOHA_FOLD,
+    name="rl_droid",
+    robot="droid",
+    model=dataclasses.replace(_PI05, action_horizon=10),
+    algorithm=AcrlpdConfig(horizon=10, action_dims=8, gamma=0.99, critic=_LARGE_CRITIC, critic_warmup=1_000),
+)
+_DEBUG = RLTrainConfig(
+    name="debug",
+    robot="aloha",
+    model=_TINY,
+    tokenizer="tiny",
+    algorithm=AcrlpdConfig(
+        horizon=5, action_dims=14, critic=CriticConfig(ensemble=2, hidden=(32,)), flow_steps=2, critic_warmup=2
+    ),
+    data=DataConfig(held_out=0.2),
+    policy_optimizer=_cosine(1e-3, 20),
+    critic_optimizer=_cosine(1e-3, 20),
+    steps=20,
+    batch_size=8,
+    log_every=5,
+    save_every=10,
+    audit_every=10,
+    audit_frames=16,
+)
+
+
+def _imitating(config: RLTrainConfig) -> RLTrainConfig:
+    """The same run without a critic."""
+    return dataclasses.replace(config, name=config.name.replace("rl_", "bc_"), algorithm=BcConfig())
+
+
+_RL = (_ALOHA_FOLD, _FOLD_BOX, _LIBERO, _DROID)
+
+PRESETS: dict[str, RLTrainConfig] = {
+    config.name: config
+    for config in (
+        *_RL,
+        *(_imitating(config) for config in _RL),
+        _DEBUG,
+        dataclasses.replace(
+            _DEBUG,
+            name="quick_test",
+            steps=200,
+            batch_size=32,
+            log_every=20,
+            save_every=100,
+            audit_every=100,
+            policy_optimizer=_cosine(1e-3, 200),
+            critic_optimizer=_cosine(1e-3, 200),
+        ),
+        dataclasses.replace(_ALOHA_FOLD, name="benchmark", steps=50, log_every=10, save_every=50, audit_every=0),
+    )
+}
+"""Runs by name. The dataset is always the user's: --data.datasets PATH."""
+
+
+def get_config(name: str) -> RLTrainConfig:
+    """The run of that name, or the nearest name in the error."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1) or list(PRESETS)
+        raise UserError(f"There is no preset {name!r}; try {', '.join(near)}.")
+    return PRESETS[name]
+
+
+def list_configs() -> list[str]:
+    """Names of all runs."""
+    return list(PRESETS)

@@ -1,9 +1,11 @@
 """Norm statistics of a dataset, from its number columns alone: no video is opened, so it takes seconds."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from pistar.data.lerobot import Dataset
 from pistar.data.norm_stats import NormStats, RunningStats
@@ -13,8 +15,24 @@ from pistar.data.transforms import DeltaActions
 from pistar.errors import UserError
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class DatasetPart:
+    """Some episodes of a dataset."""
+
+    dataset: Dataset
+    episodes: Int[np.ndarray, " e"]
+
+
 def compute_norm_stats(
     dataset: Dataset, robot: Robot, horizon: int, *, repack: Mapping[str, Any] | None = None
+) -> dict[str, NormStats]:
+    """Of all episodes, see `norm_stats_of`."""
+    everything = DatasetPart(dataset, np.arange(len(dataset.episodes)))
+    return norm_stats_of([everything], robot, horizon, repack=repack)
+
+
+def norm_stats_of(
+    parts: Sequence[DatasetPart], robot: Robot, horizon: int, *, repack: Mapping[str, Any] | None = None
 ) -> dict[str, NormStats]:
     """Statistics of states and action chunks as the model is given them, before normalisation and padding.
 
@@ -23,17 +41,18 @@ def compute_norm_stats(
     """
     if horizon < 1:
         raise UserError(f"horizon is {horizon}; a chunk has at least 1 action (OpenPI: 50).")
-    state, actions = robot_numbers(dataset, robot, robot.repack if repack is None else repack)
-
     running = {"state": RunningStats(), "actions": RunningStats()}
-    for episode in dataset.episodes:
-        steps = np.arange(episode.length)[:, None] + np.arange(horizon)
-        chunk = {
-            "state": state[episode.rows].astype(np.float64),
-            "actions": actions[episode.rows].astype(np.float64)[np.minimum(steps, episode.length - 1)],
-        }
-        if robot.delta_mask is not None:
-            chunk = DeltaActions(robot.delta_mask)(chunk)
-        running["state"].update(chunk["state"])
-        running["actions"].update(chunk["actions"][steps < episode.length])
+    for part in parts:
+        state, actions = robot_numbers(part.dataset, robot, robot.repack if repack is None else repack)
+        for index in part.episodes.tolist():
+            episode = part.dataset.episodes[index]
+            steps = np.arange(episode.length)[:, None] + np.arange(horizon)
+            chunk = {
+                "state": state[episode.rows].astype(np.float64),
+                "actions": actions[episode.rows].astype(np.float64)[np.minimum(steps, episode.length - 1)],
+            }
+            if robot.delta_mask is not None:
+                chunk = DeltaActions(robot.delta_mask)(chunk)
+            running["state"].update(chunk["state"])
+            running["actions"].update(chunk["actions"][steps < episode.length])
     return {name: stats.stats() for name, stats in running.items()}

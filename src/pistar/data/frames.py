@@ -149,9 +149,14 @@ def decode_resized(
 
 
 def default_cache_dir() -> Path:
-    """`$PISTAR_CACHE/frames`, by default in the user's cache folder."""
+    """Where frames are kept if nobody says otherwise."""
+    return cache_home() / "frames"
+
+
+def cache_home() -> Path:
+    """`$PISTAR_CACHE`, by default in the user's cache folder. Everything in it can be made again."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("PISTAR_CACHE") or f"{home}/pistar").expanduser() / "frames"
+    return Path(os.environ.get("PISTAR_CACHE") or f"{home}/pistar").expanduser()
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ from pistar.types import AnyArray
 Weights = Literal["serving", "raw"]
 """What OpenPI serves (the EMA, when the run kept one), or what the optimiser last wrote."""
 
+STATE = "pistar"
+"""Where in train_state/ we keep what OpenPI has no name for."""
 NORM_STATS_FILE = "norm_stats.json"
 _ANOTHER_COPY = "the checkpoint is incomplete or damaged, copy or download it again."
 _DEPTH = 3  # of a step folder below what the user names: run/checkpoints/1000
@@ -90,6 +92,12 @@ class Checkpoint:
     def leaves(self, weights: Weights = "serving") -> "list[Leaf]":
         """Every parameter, opened and not read."""
         return _open_leaves(self.params if weights == "serving" else self.raw_params)
+
+    def state_leaves(self) -> "list[Leaf]":
+        """What a run of ours kept besides parameters, opened and not read."""
+        if self.train_state is None:
+            raise UserError(f"{self.step or self.params} has no train_state, so no run can go on from it.")
+        return _open_leaves(self.train_state, STATE)
 
 
 @contextlib.contextmanager
@@ -214,7 +222,7 @@ def param_metadata(path: str | Path, weights: Weights = "serving") -> dict[str, 
         return {leaf.name: leaf.struct for leaf in checkpoint.leaves(weights)}
 
 
-def _open_leaves(folder: Path) -> list[Leaf]:
+def _open_leaves(folder: Path, root: str = "params") -> list[Leaf]:
     metadata = _tree_metadata(folder)
     is_ocdbt = (folder / "manifest.ocdbt").exists()
     if not is_ocdbt and next(folder.glob("ocdbt.process_*"), None):
@@ -226,7 +234,7 @@ def _open_leaves(folder: Path) -> list[Leaf]:
     }
     context = ts.Context()
     leaves = []
-    for name, path in _leaf_paths(metadata).items():
+    for name, path in _leaf_paths(metadata, root).items():
         key = ".".join(path)
         base = {"driver": "file", "path": f"{folder}/"}
         kvstore = (
@@ -254,14 +262,14 @@ def _tree_metadata(folder: Path) -> dict[str, Any]:
     return dict(metadata)
 
 
-def _leaf_paths(metadata: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Path on disk by name, of what lies under `params`. Empty nodes (no EMA, no model_def) are no leaves."""
+def _leaf_paths(metadata: dict[str, Any], root: str = "params") -> dict[str, tuple[str, ...]]:
+    """Path on disk by name, of what lies under `root`. Empty nodes (no EMA, no model_def) are no leaves."""
     paths = [
         tuple(str(key["key"]) for key in entry["key_metadata"])
         for entry in metadata["tree_metadata"].values()
         if not entry["value_metadata"]["skip_deserialize"]
     ]
-    paths = [path for path in paths if path[0] == "params"]
+    paths = [path for path in paths if path[0] == root]
     # NNX appends "value" to every path. A layer may be called "value" too, so all or none.
     end = -1 if all(path[-1] == "value" for path in paths) else None
     return {"/".join(path[1:end]): path for path in paths}
@@ -285,6 +293,7 @@ def write_checkpoint(
     *,
     train_state: object = None,
     overwrite: bool = False,
+    before_it_appears: Callable[[], object] = lambda: None,
 ) -> Path:
     """folder/<step> in OpenPI's layout plus contract.json, norm stats by asset id. It appears by one rename, whole."""
     final = folder.absolute() / str(step)
@@ -304,6 +313,7 @@ def write_checkpoint(
         for asset_id, asset in norm_stats.items():
             save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
         write_contract(whole / CONTRACT_FILE, contract)
+        before_it_appears()
         replaced = Path(work, "replaced")
         if final.exists():
             final.rename(replaced)
@@ -338,21 +348,26 @@ def not_finite(params: Mapping[str, AnyArray]) -> list[str]:
 def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: object) -> None:
     import orbax.checkpoint as ocp  # a second to import, and reading does without
 
-    host = jax.local_devices(backend="cpu")[0]
-    tree: dict[str, Any] = {}
-    for name, param in params.items():
-        node = tree
-        for part in ("params", *name.split("/")):
-            node = node.setdefault(part, {})
-        # NNX's "value", as OpenPI has it. Only for jax arrays does Orbax write all the files that OpenPI's has.
-        node["value"] = param if isinstance(param, jax.Array) else jax.device_put(param, host)
-    items = {"params": ocp.args.PyTreeSave(tree)}
+    items = {"params": ocp.args.PyTreeSave({"params": as_tree(params)})}
     if train_state is not None:
         items["train_state"] = ocp.args.PyTreeSave(train_state)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder, args=ocp.args.Composite(**items))
     for marker in folder.rglob("commit_success.txt"):
         marker.unlink()  # newer than OpenPI's Orbax, and it names the folder we are about to rename
+
+
+def as_tree(params: Mapping[str, AnyArray]) -> dict[str, Any]:
+    """Nested as OpenPI's: a name's parts, then NNX's "value"."""
+    host = jax.local_devices(backend="cpu")[0]
+    tree: dict[str, Any] = {}
+    for name, param in params.items():
+        node = tree
+        for part in name.split("/"):
+            node = node.setdefault(part, {})
+        # Only for jax arrays does Orbax write all the files that OpenPI's has.
+        node["value"] = param if isinstance(param, jax.Array) else jax.device_put(param, host)
+    return tree
 
 
 # --- Loading into a model ---------------------------------------------------------------------------------------------

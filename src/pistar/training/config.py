@@ -1,0 +1,255 @@
+"""What a training run is made of. Frozen, validated at birth, written to the run's folder as YAML."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from pistar.config import AcrlpdConfig, Pi0Config
+from pistar.data.chunks import Tails, WindowOptions
+from pistar.data.loader import PoolOptions
+from pistar.data.norm_stats import Norm
+from pistar.data.rewards import (
+    FromColumn,
+    FromCsv,
+    FromEpisodes,
+    RewardScheme,
+    Unsuccessful,
+)
+from pistar.data.robots import find_robot
+from pistar.errors import UserError
+from pistar.models.inspect import ModelType
+from pistar.tables import from_table, to_table
+from pistar.training.optimizers import AdamWConfig
+
+Success = FromColumn | FromEpisodes | FromCsv
+Tracker = Literal["tensorboard", "wandb"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BcConfig:
+    """Plain flow matching on all chunks alike: what OpenPI does, and the baseline."""
+
+    ema_decay: float | None = 0.99
+    """Of the policy that acts and is saved. None keeps no average."""
+    augmentation: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise UserError(f"algorithm.ema_decay is {self.ema_decay}; use 0 to below 1 (0.99), or none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is learnt from, and how it is paid."""
+
+    datasets: tuple[str, ...] = ()
+    """LeRobot folders, or repo ids in LeRobot's cache."""
+    weights: tuple[float, ...] = ()
+    """Shares of the datasets in each batch. Empty: by their number of windows."""
+    success: Success = dataclasses.field(default_factory=FromColumn)
+    """Where success comes from."""
+    without_success: Unsuccessful = "timeout"
+    """What an episode is that has no success and of which the source says no more."""
+    rewards: RewardScheme = dataclasses.field(default_factory=lambda: RewardScheme("success"))
+    tails: Tails = "absorb"
+    """What windows past an episode's end teach the critic, see docs/q-chunks.md."""
+    stride: int = 1
+    """Every how many frames a window starts."""
+    held_out: float = 0.1
+    """Share of the episodes never trained on, by which the critic is audited."""
+    only_successes: bool = False
+    """Train on successful episodes only: the strong baseline of imitation."""
+    prompt: str | None = None
+    """Replaces the datasets' tasks."""
+    norm_stats: Path | None = None
+    """A norm_stats.json to use. None: the checkpoint's, else computed from the training episodes' datasets."""
+    asset_id: str = "pistar"
+    """Folder under assets/ for the norm stats; that of the checkpoint's, when they come from there."""
+    frames: Literal["disk", "memory"] = "disk"
+    """Decoded pictures: all in a cache on disk, or those of one pool at a time in memory."""
+    cache_dir: Path | None = None
+    """Of the frame cache. None: $PISTAR_CACHE, else the user's cache folder."""
+    pool: PoolOptions | None = None
+    """Draw from a few episodes at a time. Needed with frames in memory, unless all fit."""
+
+    def __post_init__(self) -> None:
+        if self.weights and len(self.weights) != len(self.datasets):
+            raise UserError(
+                f"data.weights has {len(self.weights)} entries for {len(self.datasets)} datasets; "
+                "give one share each, or none."
+            )
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"data.held_out is {self.held_out}; it is a share, from 0 up to below 1 (try 0.1).")
+
+
+@dataclasses.dataclass(frozen=True)
+class RLTrainConfig:
+    """A whole run."""
+
+    name: str
+    """Of the preset, or of what became of it."""
+    robot: str
+    """Whose data it is, see `pistar.data.robots`."""
+    model: Pi0Config
+    algorithm: AcrlpdConfig | BcConfig
+    checkpoint: str | None = None
+    """An OpenPI checkpoint to start from. None: fresh weights."""
+    tokenizer: str | None = None
+    """PaliGemma's SentencePiece file, or "tiny". None: looked for in OpenPI's cache."""
+    prompt_format: ModelType | None = None
+    """None: the model's own."""
+    norm: Norm | None = None
+    """None: OpenPI's for the model, z-scores for π₀ and quantiles for π₀.₅."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    policy_optimizer: AdamWConfig = dataclasses.field(default_factory=AdamWConfig)
+    critic_optimizer: AdamWConfig = dataclasses.field(default_factory=AdamWConfig)
+    temperature_lr: float = 1e-2
+    steps: int = 30_000
+    """Updates, each of one batch."""
+    batch_size: int = 32
+    """Of all devices and hosts together."""
+    updates_per_dispatch: int = 1
+    """Updates compiled into one call. More than 1 helps only models so small that calling costs."""
+    seed: int = 0
+    log_every: int = 100
+    save_every: int = 1_000
+    keep_last: int = 1
+    """So many of the newest checkpoints are kept …"""
+    keep_every: int | None = 5_000
+    """… and those at multiples of this."""
+    audit_every: int = 1_000
+    """Updates between looks at the critic on held-out episodes; 0 for never."""
+    audit_frames: int = 256
+    """Frames such a look takes."""
+    trackers: tuple[Tracker, ...] = ()
+    """Beside metrics.jsonl, which is always written."""
+    runs: Path = Path("runs")
+    exp_name: str | None = None
+    """Folder of the run under `runs`. None: the config's name."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "updates_per_dispatch", "log_every", "save_every", "keep_last"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; use a whole number of at least 1.")
+        for name in ("save_every", "log_every", "audit_every"):
+            if getattr(self, name) % self.updates_per_dispatch:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}, no multiple of updates_per_dispatch "
+                    f"{self.updates_per_dispatch}; between two updates of one call nothing can be done."
+                )
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}; give a whole number from 0 up.")
+        if not 0 < self.temperature_lr < math.inf:
+            raise UserError(f"temperature_lr is {self.temperature_lr}; a learning rate is positive (0.01).")
+        robot = find_robot(self.robot)
+        if sorted(robot.cameras) != sorted(self.model.cameras):
+            raise UserError(
+                f"model.cameras are {', '.join(self.model.cameras)} but {self.robot} has "
+                f"{', '.join(robot.cameras)}; choose the robot the model was made for."
+            )
+        widest = max(robot.state_dim, robot.action_dim)
+        if widest > self.model.action_dim:
+            raise UserError(
+                f"{self.robot} has {widest} numbers and model.action_dim is {self.model.action_dim}; "
+                "use a model with room for them."
+            )
+        self.windows()  # refuses horizons that do not fit
+        if isinstance(self.algorithm, AcrlpdConfig):
+            self._check_acrlpd(self.algorithm, robot.action_dim)
+
+    def _check_acrlpd(self, algorithm: AcrlpdConfig, action_dim: int) -> None:
+        if algorithm.action_dims != action_dim:
+            raise UserError(
+                f"algorithm.action_dims is {algorithm.action_dims} but {self.robot} has {action_dim} numbers in an "
+                f"action; a critic sees all of them and no padding: use {action_dim}."
+            )
+        rewards, penalty = self.data.rewards, self.data.rewards.failure_penalty or 0.0
+        paid = {"time": ((-1.0, -1.0), (-penalty, 0.0)), "success": ((0.0, 0.0), (-penalty, 1.0))}.get(rewards.kind)
+        if (
+            paid is not None
+            and algorithm.return_range is None
+            and (algorithm.step_reward, algorithm.last_reward) != paid
+        ):
+            raise UserError(
+                f"algorithm.step_reward {algorithm.step_reward} and last_reward {algorithm.last_reward} are not what "
+                f"rewards of kind {rewards.kind!r} pay, {paid[0]} and {paid[1]}; set these, so that values are bounded "
+                "by what can be reached."
+            )
+        if self.batch_size % algorithm.critic_updates:
+            raise UserError(
+                f"batch_size is {self.batch_size}, which {algorithm.critic_updates} critic_updates cannot share; "
+                "use a multiple."
+            )
+
+    def windows(self) -> WindowOptions:
+        """How episodes are cut: the policy's horizon is the model's, the critic's the algorithm's."""
+        horizon = self.model.action_horizon
+        executed = self.algorithm.horizon if isinstance(self.algorithm, AcrlpdConfig) else horizon
+        return WindowOptions(horizon, executed, self.data.tails, self.data.stride)
+
+    @property
+    def norm_kind(self) -> Norm:
+        """How state and actions are scaled."""
+        return self.norm or ("quantile" if self.model.pi05 else "zscore")
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.runs / (self.exp_name or self.name)
+
+
+def save_config(path: Path, config: RLTrainConfig) -> None:
+    """Complete, as YAML."""
+    path.write_text(yaml.safe_dump(to_table(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def load_config(path: Path, default: RLTrainConfig | None = None) -> RLTrainConfig:
+    """From YAML; what it leaves out is as in `default`."""
+    try:
+        table = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name a YAML file of settings.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is no YAML ({reason}); mend or replace it.") from error
+    try:
+        return from_table(RLTrainConfig, {} if table is None else table, "config", default=default)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+HARMLESS = (
+    "steps",
+    "log_every",
+    "save_every",
+    "keep_last",
+    "keep_every",
+    "audit_every",
+    "audit_frames",
+    "trackers",
+    "runs",
+    "exp_name",
+    "data.cache_dir",
+    "data.frames",
+)
+"""May change between the parts of a run: they decide how long it is and what is told of it, not what is learnt."""
+
+
+def differences(old: RLTrainConfig, new: RLTrainConfig) -> dict[str, tuple[object, object]]:
+    """Every field that differs, by its dotted name, as it was and as it is."""
+    before, after = _flat(to_table(old)), _flat(to_table(new))
+    names = dict.fromkeys([*before, *after])
+    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+
+
+def _flat(table: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,246 @@
+"""Training from logged data, top to bottom: prepare, first state, then batches through one compiled step.
+
+Everything that decides a number derives from (seed, step) or is in the checkpoint, so a run that was killed goes on to
+the bit where its last checkpoint stands.
+"""
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+from rich.console import Console
+
+from pistar.agents.flow_bc import FlowBC
+from pistar.data.frames import cache_home
+from pistar.errors import UserError
+from pistar.models.pi0 import Params, param_shapes
+from pistar.tables import to_table
+from pistar.training.audit import Audit
+from pistar.training.config import HARMLESS, RLTrainConfig, differences, load_config, save_config
+from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, open_tracker
+from pistar.training.progress import ProgressLine, describe
+from pistar.training.run import Run, first_params, prepare, row_sharding
+from pistar.training.saving import Parts, Saver, restore, saved_steps, sort_leaves
+
+CONFIG_FILE = "config.yaml"
+
+
+def train(
+    config: RLTrainConfig,
+    console: Console,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Path | None:
+    """Run it to its last step. Returns the last checkpoint, or nothing after a dry run."""
+    use_compilation_cache()
+    folder = config.folder
+    start_from = None if dry_run else _claim_folder(config, console, resume=resume, overwrite=overwrite)
+    run = prepare(config, dry=dry_run)
+    describe(run, console)
+    dispatch = make_dispatch(run)
+    abstract = jax.eval_shape(lambda params: _first_state(run, params), param_shapes(config.model))
+    if dry_run:
+        _check_shapes(run, dispatch, abstract, console)
+        return None
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(folder / CONFIG_FILE, config)
+    checkpoints = folder / "checkpoints"
+    saver = Saver(
+        checkpoints,
+        {run.contract.asset_id: run.norm_stats},
+        run.contract,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+    )
+    sinks = [
+        open_tracker(name, folder, str(config.exp_name or config.name), to_table(config)) for name in config.trackers
+    ]
+    log = MetricsLog(folder, sinks, after=start_from or 0)
+    audit = Audit.of(run)
+    try:
+        with StopRequest() as stop, ProgressLine(console, config) as line:
+            line.says("loading weights" if start_from is None else f"restoring step {start_from}")
+            window: Window = {}
+            if start_from is None:
+                state = _first_state(run, first_params(config))
+            else:
+                state, window = restore(checkpoints, start_from, abstract, lambda state: _sorted(run.agent, state))
+            state, step = jax.device_put(state, _everywhere()), start_from or 0
+            batches = _dispatches(run, step)
+            line.says("compiling the update")
+            while step < config.steps and not stop.requested:
+                with line.waits():
+                    taken = next(batches)
+                state, measured = dispatch(state, taken, jnp.int32(step))
+                window = add_windows(window, measured)
+                step += len(taken)
+                line.stepped(step, state)
+                if step % config.log_every == 0:
+                    log.log(step, window, line.rates())
+                    window = {}
+                if audit is not None and step % config.audit_every == 0:
+                    line.says("auditing the critic")
+                    log.log(step, {}, found := audit.look(state))
+                    audit.warn(found, console)
+                if step % config.save_every == 0 or step == config.steps:
+                    saver.save(step, _sorted(run.agent, state), window, log.flush)
+            batches.close()
+            if stop.requested and step % config.save_every and step < config.steps:
+                line.says(f"saving step {step}")
+                saver.save(step, _sorted(run.agent, state), window, log.flush)
+            saver.wait()
+    finally:
+        saver.close()
+        log.close()
+    if stop.requested:
+        console.print(f"Stopped on request at step {step}; saved. Go on with --resume.", highlight=False)
+    return checkpoints / str(step)
+
+
+# --- The step ---------------------------------------------------------------------------------------------------------
+
+
+Dispatch = Callable[[Any, tuple[Any, ...], Int[Array, ""]], tuple[Any, Window]]
+
+
+def make_dispatch(run: Run) -> Dispatch:
+    """The whole of one update, or of several in a row, as one program. The state given is used up."""
+    agent: Any = run.agent
+    seed = jax.random.key(run.config.seed)
+
+    def update(state: object, given: tuple[Any, Int[Array, ""]]) -> tuple[Any, Window]:
+        batch, step = given
+        state, metrics = agent.update(state, batch, jax.random.fold_in(seed, step))
+        return state, as_window(metrics)
+
+    def dispatch(state: object, batches: tuple[Any, ...], step: Int[Array, ""]) -> tuple[Any, Window]:
+        if len(batches) == 1:
+            return update(state, (batches[0], step))
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *batches)
+        state, windows = jax.lax.scan(update, state, (stacked, step + jnp.arange(len(batches))))
+        return state, jax.tree.map(jnp.sum, windows)
+
+    return jax.jit(dispatch, donate_argnums=0)
+
+
+def _dispatches(run: Run, step: int) -> Generator[tuple[Any, ...]]:
+    """Batches from that step on, as many at a time as one call takes."""
+    config = run.config
+    stream = run.loader.policy_batches if isinstance(run.agent, FlowBC) else run.loader.batches
+    batches = stream(step, config.steps)
+    while group := tuple(batch for _, batch in zip(range(config.updates_per_dispatch), batches, strict=False)):
+        yield group
+
+
+# --- The state --------------------------------------------------------------------------------------------------------
+
+
+def _first_state(run: Run, params: Params) -> Any:  # noqa: ANN401  # the agent's own
+    if isinstance(run.agent, FlowBC):
+        return run.agent.init_from(params)
+    # Apart from the keys of the steps, which count from 0.
+    return run.agent.init_from(params, jax.random.fold_in(jax.random.key(run.config.seed), 2**31))
+
+
+def _everywhere() -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(row_sharding().mesh, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
+
+
+def _sorted(agent: Any, state: object) -> Parts:  # noqa: ANN401  # any agent, and its own state
+    return sort_leaves(state, agent.policy_params(state), agent.raw_params(state))
+
+
+def _check_shapes(run: Run, dispatch: Dispatch, abstract: object, console: Console) -> None:
+    """A real batch through the real update, but only its shapes."""
+    batches = tuple(
+        run.loader.sample_policy_batch(step) if isinstance(run.agent, FlowBC) else run.loader.sample_batch(step)
+        for step in range(run.config.updates_per_dispatch)
+    )
+    jax.eval_shape(dispatch, abstract, batches, jnp.int32(0))
+    console.print("Dry run: data, weights and shapes agree. Nothing was trained or written.", highlight=False)
+
+
+# --- The folder -------------------------------------------------------------------------------------------------------
+
+
+def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overwrite: bool) -> int | None:
+    """The step to go on from; nothing for a new run."""
+    folder = config.folder
+    if resume and overwrite:
+        raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them.")
+    steps = saved_steps(folder / "checkpoints")
+    if resume:
+        if not (folder / CONFIG_FILE).exists():
+            raise UserError(f"{folder} holds no run to resume; check --exp-name, or leave --resume out to start one.")
+        _compare_configs(load_config(folder / CONFIG_FILE), config, console)
+        if steps and steps[-1] >= config.steps:
+            raise UserError(
+                f"{folder} is at step {steps[-1]} of {config.steps} already; raise --steps to train it further."
+            )
+        return steps[-1] if steps else None
+    if overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(
+            f"{folder} holds a run{f' at step {steps[-1]}' if steps else ''}; go on with it by --resume, delete it by "
+            "--overwrite, or choose another --exp-name."
+        )
+    return None
+
+
+def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -> None:
+    for name, (before, after) in differences(old, new).items():
+        if name.startswith(("model.", "robot", "tokenizer", "prompt_format", "norm")) or name.endswith(".type"):
+            raise UserError(
+                f"{name} was {before} and is now {after}; weights and optimiser were made for the old one: "
+                "keep it, or start a new run from the checkpoint."
+            )
+        if name not in HARMLESS:
+            console.print(
+                f"note: {name} was {before} and is {after} from here on: not the run an uninterrupted one would be.",
+                markup=False,
+                highlight=False,
+            )
+
+
+# --- The surroundings -------------------------------------------------------------------------------------------------
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs are kept on disk, unless the user has said where or that they are not."""
+    settings: Any = jax.config
+    if settings.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        settings.update("jax_compilation_cache_dir", str(cache_home() / "compiled"))
+        settings.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+class StopRequest:
+    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
+            self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(number, self._before[number])  # a second one means it

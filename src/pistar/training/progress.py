@@ -1,0 +1,113 @@
+"""What a run says of itself: what it is before it begins, and how it goes."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import jax
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pistar.training.config import RLTrainConfig
+from pistar.training.run import Run
+
+
+def describe(run: Run, console: Console) -> None:
+    """A table of what will be trained on what."""
+    config, (train, held_out) = run.config, run.episodes
+    table = Table(show_header=False, title=Text(config.name))
+    rows = {
+        "model": f"{config.model.model_type}, chunks of {config.model.action_horizon} × {run.contract.action_dim}",
+        "starts from": config.checkpoint or "fresh weights",
+        "algorithm": type(config.algorithm).__name__.removesuffix("Config").lower(),
+        "data": ", ".join(config.data.datasets),
+        "episodes": f"{train} to train on, {held_out} held out; {run.windows} windows",
+        "norm stats": f"{config.norm_kind}, from {run.norm_stats_from}",
+        "batches": f"{config.steps} of {config.batch_size}",
+        "devices": f"{jax.device_count()} {jax.devices()[0].platform}",
+        "run": str(config.folder),
+    }
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    console.print(table)
+    for note in run.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+class ProgressLine:
+    """One line that is drawn again and again on a terminal, and now and then printed elsewhere."""
+
+    def __init__(self, console: Console, config: RLTrainConfig) -> None:
+        self._console, self._config = console, config
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._began = self._mark = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._step, self._mark_step = 0, 0
+        self._waited = 0.0
+
+    def __enter__(self) -> "ProgressLine":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def says(self, doing: str) -> None:
+        """What is being done, when it is not training."""
+        self._show(f"{doing} …")
+        if self._live is None:
+            self._console.print(f"{doing} …", markup=False, highlight=False)
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """Time spent here is the data's."""
+        start = time.monotonic()
+        yield
+        self._waited += time.monotonic() - start
+
+    def stepped(self, step: int, state: object) -> None:
+        """Some updates more."""
+        if self._first is None:  # the first call compiles; its time is told, and not counted
+            jax.block_until_ready(state)  # type: ignore[no-untyped-call]
+            now = time.monotonic()
+            self._first = (step, now)
+            self._mark, self._mark_step, self._waited = now, step, 0.0
+            self._console.print(f"first update after {now - self._began:.1f} s", markup=False, highlight=False)
+        self._step = step
+        self._show(self._line())
+
+    def rates(self) -> dict[str, float]:
+        """Of the time since the last call."""
+        now, steps = time.monotonic(), self._step - self._mark_step
+        seconds = now - self._mark
+        share = self._waited / seconds if seconds > 0 else 0.0
+        rates = {}
+        if steps and seconds > 0:
+            rates = {
+                "time/step_seconds": seconds / steps,
+                "time/samples_per_second": steps * self._config.batch_size / seconds,
+                "time/data_wait_share": share,
+            }
+        self._mark, self._mark_step, self._waited = now, self._step, 0.0
+        if self._live is None:
+            self._console.print(self._line(), markup=False, highlight=False)
+        return rates
+
+    def _line(self) -> str:
+        assert self._first is not None
+        done, seconds = self._step - self._first[0], time.monotonic() - self._first[1]
+        text = f"step {self._step}/{self._config.steps}"
+        if done and seconds > 0:
+            each = seconds / done
+            left = timedelta(seconds=int(each * (self._config.steps - self._step)))
+            text += f" · {each:.3g} s a step · {self._config.batch_size / each:.3g} samples/s · {left} left"
+        return text
+
+    def _show(self, text: str) -> None:
+        if self._live is not None:
+            self._live.update(Text(text), refresh=True)

@@ -1,0 +1,254 @@
+"""Everything a run needs before its first step: data, statistics, weights and their agreement, the agent."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+import optax
+
+from pistar.agents.acrlpd import Acrlpd
+from pistar.agents.flow_bc import FlowBC
+from pistar.config import AcrlpdConfig
+from pistar.data.dataset_stats import DatasetPart, norm_stats_of
+from pistar.data.frame_pool import FramePool
+from pistar.data.frames import open_frames, progress_bar
+from pistar.data.lerobot import Dataset, open_dataset
+from pistar.data.loader import Loader, Part, PoolOptions
+from pistar.data.norm_stats import NormStats, check_norm_stats, load_norm_stats, norm_stats_hash
+from pistar.data.rewards import Labels
+from pistar.data.robots import Robot, find_robot
+from pistar.data.source import (
+    ChunkSource,
+    ModelInputs,
+    PictureStore,
+    dataset_cameras,
+    dataset_source,
+    label_dataset,
+    split_episodes,
+)
+from pistar.errors import UserError
+from pistar.models.inspect import config_differences, infer_config
+from pistar.models.pi0 import Params, init_params, param_shapes
+from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
+from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
+from pistar.training.config import RLTrainConfig
+from pistar.training.contract import Contract, read_contract
+from pistar.training.optimizers import make_optimizer
+
+Agent = FlowBC | Acrlpd
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Labelled:
+    """A dataset, how its episodes went, and which of them are trained on."""
+
+    dataset: Dataset
+    labels: Labels
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A run, ready to begin."""
+
+    config: RLTrainConfig
+    agent: Agent
+    loader: Loader
+    held_out: tuple[ChunkSource, ...]
+    """What the critic is audited on: one per dataset that has episodes to spare."""
+    contract: Contract
+    norm_stats: Mapping[str, NormStats]
+    norm_stats_from: str
+    """In words."""
+    notes: tuple[str, ...]
+    """What whoever starts the run should see."""
+    episodes: tuple[int, int]
+    """Trained on, and held out."""
+    windows: int
+    """That may be drawn."""
+
+
+def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
+    """Open and check everything; what is cheap first. `dry` decodes only a few episodes."""
+    robot = find_robot(config.robot)
+    tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
+    check_vocab(tokenizer, config.model.vocab_size)
+    if config.batch_size % jax.device_count():
+        raise UserError(
+            f"batch_size is {config.batch_size}, which {jax.device_count()} devices cannot share; use a multiple."
+        )
+    data = [_label(config, name) for name in _datasets(config)]
+    stats, stats_from, asset_id = _norm_stats(config, robot, data)
+    contract = Contract(
+        model=config.model,
+        robot=config.robot,
+        asset_id=asset_id,
+        state_dim=robot.state_dim,
+        action_dim=robot.action_dim,
+        delta_mask=robot.delta_mask,
+        prompt_format=config.prompt_format or config.model.model_type,
+        tokenizer_sha256=tokenizer.sha256,
+        norm_kind=config.norm_kind,
+        norm_stats_sha256=norm_stats_hash(stats),
+    )
+    notes = check_norm_stats(stats, config.norm_kind)
+    if config.checkpoint is not None:
+        _check_checkpoint(config.checkpoint, contract, tokenizer)
+
+    inputs = ModelInputs(
+        robot,
+        stats,
+        config.norm_kind,
+        tokenizer,
+        config.model.action_dim,
+        config.model.image_size,
+        discrete_state=contract.prompt_format == "pi05",
+    )
+    sources = [
+        dataset_source(
+            part.dataset,
+            inputs,
+            config.windows(),
+            part.labels,
+            _pictures(config, part.dataset, robot, dry=dry),
+            prompt=config.data.prompt,
+        )
+        for part in data
+    ]
+    train = [source.select(part.train) for source, part in zip(sources, data, strict=True)]
+    held_out = [source.select(part.held_out) for source, part in zip(sources, data, strict=True)]
+    weights = config.data.weights or [float(len(source.starts)) for source in train]
+    return Run(
+        config=config,
+        agent=make_agent(config),
+        loader=Loader(
+            [Part(source, weight) for source, weight in zip(train, weights, strict=True)],
+            config.batch_size,
+            config.seed,
+            pool=PoolOptions(1) if dry else config.data.pool,
+            host=jax.process_index(),
+            hosts=jax.process_count(),
+            sharding=row_sharding(),
+        ),
+        held_out=tuple(source for source in held_out if len(source.starts)),
+        contract=contract,
+        norm_stats=stats,
+        norm_stats_from=stats_from,
+        notes=(*dict.fromkeys([*notes, *(note for source in sources for note in source.notes)]),),
+        episodes=(sum(len(part.train) for part in data), sum(len(part.held_out) for part in data)),
+        windows=sum(len(source.starts) for source in train),
+    )
+
+
+def make_agent(config: RLTrainConfig) -> Agent:
+    """The algorithm with its optimisers."""
+    policy = make_optimizer(config.policy_optimizer)
+    algorithm = config.algorithm
+    if not isinstance(algorithm, AcrlpdConfig):
+        return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation)
+    critic = make_optimizer(config.critic_optimizer)
+    return Acrlpd(config.model, algorithm, policy, critic, optax.adam(config.temperature_lr))
+
+
+def first_params(config: RLTrainConfig) -> Params:
+    """The checkpoint's weights, or fresh ones; adapters the checkpoint has not are fresh."""
+    key = jax.random.key(config.seed)
+    if config.checkpoint is None:
+        fresh: Params = jax.jit(lambda key: init_params(config.model, key))(key)
+        return fresh
+    with open_checkpoint(config.checkpoint) as checkpoint:
+        given = {leaf.name: leaf.read() for leaf in checkpoint.leaves()}
+    shapes = param_shapes(config.model)
+    params: Params = load_into(shapes, given, fill=lambda names: init_params(config.model, key, only=names))[0]
+    return params
+
+
+def row_sharding() -> jax.sharding.NamedSharding:
+    """Rows of a batch, over all devices of all hosts."""
+    mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))  # type: ignore[no-untyped-call]
+
+
+def _datasets(config: RLTrainConfig) -> Sequence[str]:
+    if not config.data.datasets:
+        raise UserError(
+            f"{config.name} names no dataset; add --data.datasets PATH: a LeRobot folder, or a repo id in its cache."
+        )
+    return config.data.datasets
+
+
+def _label(config: RLTrainConfig, name: str) -> _Labelled:
+    data = config.data
+    dataset = open_dataset(name)
+    labels = label_dataset(dataset, data.success, data.rewards, data.without_success)
+    train, held_out = split_episodes(labels.success, data.held_out, config.seed)
+    if data.only_successes:
+        train = train[labels.success[train]]
+        if not len(train):
+            raise UserError(f"{name} has no successful episode, and data.only_successes leaves no other; turn it off.")
+    return _Labelled(dataset, labels, train, held_out)
+
+
+def _norm_stats(
+    config: RLTrainConfig, robot: Robot, data: Sequence[_Labelled]
+) -> tuple[dict[str, NormStats], str, str]:
+    """The statistics, where they are from, and their asset id. A checkpoint's go on being used: other ones would make
+    other actions of the same numbers."""
+    asset_id = config.data.asset_id
+    if config.data.norm_stats is not None:
+        return load_norm_stats(config.data.norm_stats), str(config.data.norm_stats), asset_id
+    if config.checkpoint is not None:
+        with open_checkpoint(config.checkpoint) as checkpoint:
+            there = checkpoint.norm_stats
+            asset_id = next(iter(there)) if len(there) == 1 else asset_id
+            if asset_id in there:
+                return load_norm_stats(there[asset_id]), f"assets/{asset_id} of {config.checkpoint}", asset_id
+            if there:
+                raise UserError(
+                    f"{config.checkpoint} has norm stats for {', '.join(there)} and data.asset_id is {asset_id}; "
+                    "name the one to use, or a file of your own in data.norm_stats."
+                )
+    parts = [DatasetPart(part.dataset, part.train) for part in data]
+    return norm_stats_of(parts, robot, config.model.action_horizon), "the episodes trained on", asset_id
+
+
+def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer) -> None:
+    """Refuse weights that were made for something else."""
+    with open_checkpoint(path) as checkpoint:
+        _check_sizes(path, checkpoint, contract)
+        if checkpoint.contract is None:
+            return
+        theirs = read_contract(checkpoint.contract)
+    check_same_tokenizer(tokenizer, theirs.tokenizer_sha256)
+    for name in ("robot", "state_dim", "action_dim", "delta_mask", "prompt_format", "norm_kind", "norm_stats_sha256"):
+        ours, was = getattr(contract, name), getattr(theirs, name)
+        if ours != was:
+            raise UserError(
+                f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
+                "else to it: use its own, or delete its contract.json if you mean to teach it anew."
+            )
+    if sorted(contract.model.cameras) != sorted(theirs.model.cameras):
+        raise UserError(
+            f"{path} was trained with the cameras {', '.join(theirs.model.cameras)} and this run has "
+            f"{', '.join(contract.model.cameras)}; use its own."
+        )
+
+
+def _check_sizes(path: str, checkpoint: Checkpoint, contract: Contract) -> None:
+    weights = infer_config({leaf.name: leaf.struct.shape for leaf in checkpoint.leaves()})
+    differing = [d for d in config_differences(contract.model, weights) if "lora" not in d[0]]
+    if differing:
+        field, ours, theirs = differing[0]
+        raise UserError(
+            f"model.{field} is {ours} but {path} has {theirs}; choose the preset of the checkpoint's model."
+        )
+
+
+def _pictures(config: RLTrainConfig, dataset: Dataset, robot: Robot, *, dry: bool) -> PictureStore:
+    cameras = [name for name in dataset_cameras(dataset, robot, robot.repack).values() if name is not None]
+    if dry or config.data.frames == "memory":
+        return FramePool(dataset, cameras, config.model.image_size)
+    with progress_bar() as bar:
+        return open_frames(dataset, cameras, config.model.image_size, config.data.cache_dir, progress=bar)

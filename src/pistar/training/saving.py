@@ -1,0 +1,166 @@
+"""A run's checkpoints: written in the background, whole or not at all, thinned out, and read back to the bit."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pistar.data.norm_stats import NormStats
+from pistar.errors import UserError
+from pistar.models.pi0 import Params
+from pistar.training.checkpoints import STATE, Leaf, as_tree, open_checkpoint, write_checkpoint
+from pistar.training.contract import Contract
+from pistar.training.metrics import Window
+from pistar.types import AnyArray
+
+T = TypeVar("T")
+
+WINDOW = "window"
+"""Where what was measured and not yet told is kept."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """A state, sorted into what a checkpoint has places for."""
+
+    served: Mapping[str, AnyArray]
+    """params/: what acts."""
+    raw: Mapping[str, AnyArray]
+    """train_state/: what the optimiser last wrote; empty if that is what acts."""
+    rest: Mapping[str, AnyArray]
+    """train_state/: everything else, by its path in the state."""
+
+
+def sort_leaves(state: object, served: Params, raw: Params) -> Parts:
+    """`served` and `raw` hold leaves of `state` itself; each is kept once."""
+    same = served.keys() == raw.keys() and all(served[name] is raw[name] for name in served)
+    kept = {} if same else raw
+    placed = {id(leaf) for leaf in (*served.values(), *kept.values())}
+    return Parts(served, kept, {name: leaf for name, leaf in _named_leaves(state) if id(leaf) not in placed})
+
+
+def _named_leaves(tree: object) -> Iterator[tuple[str, jax.Array]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+class Saver:
+    """Writes one checkpoint at a time, beside the training."""
+
+    def __init__(
+        self,
+        folder: Path,
+        norm_stats: Mapping[str, Mapping[str, NormStats]],
+        contract: Contract,
+        *,
+        keep_last: int,
+        keep_every: int | None,
+    ) -> None:
+        self._folder, self._norm_stats, self._contract = folder, norm_stats, contract
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._pending: Future[None] | None = None
+
+    def save(
+        self, step: int, parts: Parts, window: Window, before_it_appears: Callable[[], object] = lambda: None
+    ) -> None:
+        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error."""
+        self.wait()
+        served, raw, rest = jax.device_get((dict(parts.served), dict(parts.raw), dict(parts.rest)))
+        sums = {f"{WINDOW}/{name}": np.stack(jax.device_get(pair)) for name, pair in window.items()}
+        self._pending = self._thread.submit(self._write, step, Parts(served, raw, rest | sums), before_it_appears)
+
+    def wait(self) -> None:
+        """Until everything is on the disk."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        """After what is under way."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, parts: Parts, before_it_appears: Callable[[], object]) -> None:
+        tree = {STATE: as_tree(parts.rest)} | ({"params": as_tree(parts.raw)} if parts.raw else {})
+        try:
+            write_checkpoint(
+                self._folder,
+                step,
+                parts.served,
+                self._norm_stats,
+                self._contract,
+                train_state=tree,
+                overwrite=True,
+                before_it_appears=before_it_appears,
+            )
+        except OSError as error:
+            raise UserError(
+                f"{self._folder / str(step)} cannot be written ({error.strerror or error}); "
+                "free some space and resume: the checkpoints before it are whole."
+            ) from error
+        self._thin_out()
+
+    def _thin_out(self) -> None:
+        for step in saved_steps(self._folder)[: -self._keep_last]:
+            if self._keep_every is None or step % self._keep_every:
+                hidden = self._folder / f".{step}.deleted"  # half a checkpoint must not look like one
+                shutil.rmtree(hidden, ignore_errors=True)
+                (self._folder / str(step)).rename(hidden)
+                shutil.rmtree(hidden)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Of the checkpoints there, in order."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    return []
+
+
+def restore(folder: Path, step: int, abstract: T, sort: Callable[[T], Parts]) -> tuple[T, Window]:
+    """The state saved at that step, as numpy, and what had been measured since the last line of metrics.
+
+    `abstract` has the state's shapes, `sort` is how it was sorted.
+    """
+    # Sorting goes by identity, so each leaf is stood in for by an array of its own.
+    stand_ins = jax.tree.map(lambda _: jnp.zeros(()), abstract)
+    shapes = {id(s): leaf for s, leaf in zip(jax.tree.leaves(stand_ins), jax.tree.leaves(abstract), strict=True)}
+    parts = sort(stand_ins)
+    found: dict[int, np.ndarray] = {}
+    with open_checkpoint(folder / str(step)) as checkpoint:
+        sums = [leaf for leaf in checkpoint.state_leaves() if leaf.name.startswith(f"{WINDOW}/")]
+        window = {leaf.name.removeprefix(f"{WINDOW}/"): jnp.asarray(leaf.read()) for leaf in sums}
+        for leaves, places in (
+            (checkpoint.leaves(), parts.served),
+            (checkpoint.leaves("raw") if parts.raw else [], parts.raw),
+            ([leaf for leaf in checkpoint.state_leaves() if not leaf.name.startswith(f"{WINDOW}/")], parts.rest),
+        ):
+            wanted = {name: shapes[id(place)] for name, place in places.items()}
+            read = _read(leaves, wanted, folder / str(step))
+            found |= {id(place): read[name] for name, place in places.items()}
+    restored: T = jax.tree.map(lambda stand_in: found[id(stand_in)], stand_ins)
+    return restored, {name: (pair[0], pair[1]) for name, pair in window.items()}
+
+
+def _read(leaves: list[Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct], where: Path) -> dict[str, np.ndarray]:
+    there = {leaf.name: leaf for leaf in leaves}
+    for name in dict.fromkeys([*wanted, *there]):
+        if name not in there or name not in wanted:
+            lacks = "lacks" if name not in there else "has"
+            raise UserError(
+                f"{where} {lacks} {name}, unlike this run; it was saved with other settings: resume with those "
+                "(config.yaml), or start anew from its params."
+            )
+        struct = there[name].struct
+        if (struct.shape, struct.dtype) != (wanted[name].shape, wanted[name].dtype):
+            raise UserError(
+                f"{where}: {name} is {struct.dtype}{list(struct.shape)} and this run's is "
+                f"{wanted[name].dtype}{list(wanted[name].shape)}; resume with the settings it was saved with."
+            )
+    return {name: there[name].read() for name in wanted}

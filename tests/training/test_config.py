@@ -1,0 +1,137 @@
+"""Runs as YAML and back, presets, and what differs between two runs."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pistar.config import AcrlpdConfig
+from pistar.data.rewards import FromCsv
+from pistar.errors import UserError
+from pistar.presets import PRESETS, get_config, list_configs
+from pistar.training.config import DataConfig, differences, load_config, save_config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_yaml(tmp_path: Path, name: str) -> None:
+    config = get_config(name)
+    save_config(tmp_path / "config.yaml", config)
+    assert load_config(tmp_path / "config.yaml") == config
+    assert config.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "robot", "dims", "horizon", "critics", "hidden", "candidates", "batch", "actor_lr", "critic_lr", "bc"),
+    [
+        ("rl_aloha_fold", "aloha", 14, 20, 10, (512,) * 3, 4, 256, 3e-5, 3e-4, 0.05),
+        ("rl_fold_box", "aloha", 14, 20, 2, (256,) * 2, 4, 128, 1e-5, 1e-3, 0.1),
+        ("rl_libero", "libero", 7, 10, 10, (512,) * 3, 8, 256, 3e-5, 3e-4, 0.05),
+        ("rl_droid", "droid", 8, 10, 10, (512,) * 3, 4, 256, 3e-5, 3e-4, 0.05),
+    ],
+)
+def test_presets_are_those_of_the_table(
+    name: str,
+    robot: str,
+    dims: int,
+    horizon: int,
+    critics: int,
+    hidden: tuple[int, ...],
+    candidates: int,
+    batch: int,
+    actor_lr: float,
+    critic_lr: float,
+    bc: float,
+) -> None:
+    config = get_config(name)
+    algorithm = config.algorithm
+    assert isinstance(algorithm, AcrlpdConfig)
+    assert (config.robot, config.model.action_horizon, config.batch_size) == (robot, horizon, batch)
+    assert (algorithm.action_dims, algorithm.horizon, algorithm.candidates) == (dims, horizon, candidates)
+    assert (algorithm.critic.ensemble, algorithm.critic.hidden, algorithm.bc_scale) == (critics, hidden, bc)
+    assert 0.99 <= algorithm.gamma <= 0.999
+    assert algorithm.tau == 0.005
+    assert config.policy_optimizer.schedule.peak_lr == actor_lr
+    assert config.critic_optimizer.schedule.peak_lr == critic_lr
+    twin = get_config(name.replace("rl_", "bc_"))
+    assert dataclasses.replace(twin, name=name, algorithm=algorithm) == config
+
+
+def test_an_unknown_preset_answers_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="no preset 'rl_alohafold'; try rl_aloha_fold"):
+        get_config("rl_alohafold")
+    assert "debug" in list_configs()
+
+
+def test_yaml_replaces_what_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("seed: 7\ndata:\n  success: {type: FromCsv, path: outcomes.csv}\nalgorithm: {gamma: 0.98}\n")
+    debug = get_config("debug")
+    config = load_config(path, debug)
+    assert config.data.success == FromCsv(Path("outcomes.csv"))
+    assert differences(debug, config) == {
+        "algorithm.gamma": (0.99, 0.98),
+        "data.success.type": ("FromColumn", "FromCsv"),
+        "data.success.key": ("next.success", None),
+        "data.success.at_least": (1.0, None),
+        "data.success.path": (None, "outcomes.csv"),
+        "seed": (0, 7),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sed: 7", "config.sed does not exist; did you mean seed"),
+        ("algorithm: {gama: 0.9}", "config.algorithm.gama does not exist; did you mean gamma"),
+        ("seed: seven", "config.seed is 'seven'; its type is int"),
+        ("[1", "is no YAML"),
+        ("algorithm: {gamma: 2.0}", "gamma is 2.0"),
+    ],
+)
+def test_bad_yaml_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        load_config(path, get_config("debug"))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_yaml_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="does not exist; name a YAML file"):
+        load_config(Path("nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"temperature_lr": 0.0}, "temperature_lr is 0.0"),
+        ({"robot": "libero"}, "algorithm.action_dims is 14 but libero has 7"),
+        (
+            {"batch_size": 9, "algorithm": dataclasses.replace(get_config("debug").algorithm, critic_updates=2)},
+            "cannot share",
+        ),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_values_die_at_birth(change: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        dataclasses.replace(get_config("debug"), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"weights": (1.0,)}, "data.weights has 1 entries for 0 datasets"), ({"held_out": 1.0}, "data.held_out is 1.0")],
+)
+def test_bad_data_settings_die_at_birth(change: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        DataConfig(**change)  # type: ignore[arg-type]
+
+
+def test_models_that_do_not_fit_the_robot_are_refused() -> None:
+    debug = get_config("debug")
+    with pytest.raises(UserError, match=r"14 numbers and model.action_dim is 8"):
+        dataclasses.replace(debug, model=dataclasses.replace(debug.model, action_dim=8))
+    with pytest.raises(UserError, match=r"model.cameras are base_0_rgb but aloha has"):
+        dataclasses.replace(debug, model=dataclasses.replace(debug.model, cameras=("base_0_rgb",)))

@@ -1,0 +1,75 @@
+"""Lines of numbers: means of windows, nothing lost, nothing told twice."""
+
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from pistar.errors import UserError
+from pistar.training.metrics import MetricsLog, add_windows, as_window, open_tracker, read_metrics
+
+
+def window(**values: float) -> dict[str, tuple[jnp.ndarray, jnp.ndarray]]:
+    return as_window({name: jnp.float32(value) for name, value in values.items()})
+
+
+def test_a_line_holds_the_means_of_what_was_measured(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    both = add_windows(window(loss=1.0, actor_loss=math.nan), window(loss=3.0, actor_loss=5.0))
+    log.log(2, add_windows({}, both), {"time/step_seconds": 0.5})
+    log.log(4, window(loss=1.0, actor_loss=math.nan))
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 2, "loss": 2.0, "actor_loss": 5.0, "time/step_seconds": 0.5},
+        {"step": 4, "loss": 1.0},
+    ]
+
+
+@pytest.mark.parametrize("name", ["loss", "critic_loss"])
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_told(tmp_path: Path, name: str) -> None:
+    log = MetricsLog(tmp_path)
+    log.log(2, add_windows(window(**{name: math.nan}), window(**{name: 1.0})))
+    with pytest.raises(UserError, match=f"{name} is nan by step 2: the run has diverged"):
+        log.flush()
+    with pytest.raises(UserError, match="diverged"):
+        log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, name: None}]
+
+
+def test_a_resumed_log_forgets_what_will_be_done_again_and_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (2, 4, 6)) + '{"step": 8, "lo')
+    log = MetricsLog(tmp_path, after=4)
+    log.log(6, window(loss=1.0))
+    log.close()
+    assert [line["step"] for line in read_metrics(path)] == [2, 4, 6]
+    assert read_metrics(path)[-1] == {"step": 6, "loss": 1.0}
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, [open_tracker("tensorboard", tmp_path, "run", {})])
+    log.log(2, window(loss=1.5))
+    log.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in events.read_bytes()
+
+
+def test_wandb_gets_the_same_numbers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = MetricsLog(tmp_path, [open_tracker("wandb", tmp_path, "run", {"seed": 0})])
+    log.log(2, window(loss=1.5))
+    log.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert any(path.suffix == ".wandb" and path.stat().st_size for path in run.iterdir())
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_tracker_that_is_not_installed_names_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, package: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(UserError, match=rf"needs {package}; pip install 'pistar-rl\[{tracker}\]'"):
+        open_tracker(tracker, tmp_path, "run", {})
