@@ -44,7 +44,7 @@ def test_train_step_ends_in_a_json_line() -> None:
     assert {"over_gradient_alone", "over_remat_full"} <= set(result)
     assert result["flops_acrlpd_over_bc_full"] <= 1.6
     assert result["flops_naive_over_shared_full"] > 2
-    assert result["naive_over_shared"] > 1  # times of a loaded machine: docs/acrlpd.md has a quiet one's
+    assert result["naive_over_shared"] > 1  # 1.8 when measured; two updates on a busy machine prove no more
     assert result["acrlpd_over_bc"] > 1
 
 
