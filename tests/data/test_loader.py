@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +25,6 @@ from pistar.data.robots import ROBOTS, Robot, input_transform
 from pistar.data.source import (
     ChunkSource,
     ModelInputs,
-    PictureStore,
     dataset_cameras,
     dataset_source,
     label_dataset,
@@ -65,7 +65,7 @@ def inputs(dataset: Dataset, tokenizer: PromptTokenizer) -> ModelInputs:
     return model_inputs(dataset, tokenizer, "aloha", "zscore", discrete=False)
 
 
-def make_source(dataset: Dataset, inputs: ModelInputs, pictures: PictureStore) -> ChunkSource:
+def make_source(dataset: Dataset, inputs: ModelInputs, pictures: Frames | FramePool) -> ChunkSource:
     labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
     return dataset_source(dataset, inputs, OPTIONS, labels, pictures)
 
@@ -291,7 +291,7 @@ def test_a_dataset_of_another_rate_is_not_mixed_in(source: ChunkSource) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"parts": []}, "nothing to draw from"),
+        ({"mixture": []}, "nothing to draw from"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 5, "hosts": 2}, "multiple of the number of hosts, 2: try 4"),
         ({"seed": -1}, "seed is -1"),
@@ -303,7 +303,7 @@ def test_a_dataset_of_another_rate_is_not_mixed_in(source: ChunkSource) -> None:
 def test_what_cannot_be_drawn_is_refused(source: ChunkSource, change: dict[str, Any], words: str) -> None:
     given = source.select(np.array(change.pop("episodes"), np.int64)) if "episodes" in change else source
     parts = [Part(given, change.pop("weight", 1.0))]
-    options: dict[str, Any] = {"parts": parts, "batch_size": 4, "seed": 0}
+    options: dict[str, Any] = {"mixture": parts, "batch_size": 4, "seed": 0}
     with pytest.raises(UserError, match=words):
         Loader(**(options | change))
 
@@ -326,6 +326,34 @@ def test_datasets_cut_differently_are_not_mixed(source: ChunkSource) -> None:
     other.windows = dataclasses.replace(source.windows, options=WindowOptions(HORIZON, 2))
     with pytest.raises(UserError, match="cut differently"):
         Loader([Part(source), Part(other)], 4, seed=0)
+
+
+@pytest.mark.parametrize("wrong", ["root", "size", "labels"])
+def test_pictures_and_labels_of_something_else_are_refused(
+    dataset: Dataset, inputs: ModelInputs, frames: Frames, wrong: str
+) -> None:
+    labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
+    if wrong == "labels":
+        labels = dataclasses.replace(labels, rewards=labels.rewards[:-1], ended=labels.ended[:-1])
+    given = dataclasses.replace(inputs, image_size=48) if wrong == "size" else inputs
+    source = open_dataset(LEROBOT / "lerobot_v21") if wrong == "root" else dataset
+    with pytest.raises(UserError, match="make them for this dataset"):
+        dataset_source(source, given, OPTIONS, labels, frames)
+
+
+def test_a_norm_that_does_not_exist_is_refused(inputs: ModelInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without it
+    with pytest.raises(UserError, match="norm is 'z'; it is one of zscore, quantile"):
+        dataclasses.replace(inputs, norm="z")  # type: ignore[arg-type]
+
+
+def test_a_source_may_stand_for_itself(source: ChunkSource) -> None:
+    assert same(Loader([source], 4, seed=0).sample_batch(0), Loader([Part(source)], 4, seed=0).sample_batch(0))
+
+
+def test_episodes_that_do_not_exist_are_not_selected(source: ChunkSource) -> None:
+    with pytest.raises(UserError, match="Episodes 3 to 99 were chosen; there are 0 to 11"):
+        source.select(np.array([3, 99]))
 
 
 # A few episodes at a time

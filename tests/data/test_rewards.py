@@ -3,6 +3,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -393,3 +394,38 @@ def test_from_a_success_column_to_critic_targets() -> None:
     assert np.asarray(returns).tolist() == [-1.5, -1.0, 0.0, -5.0, -8.0]
     assert np.asarray(factors).tolist() == [0.25, 0.0, 0.0, 0.0, 0.0]
     assert fields.sequence_mask.all()
+
+
+def test_done_without_time_out_or_success_is_a_failure_where_both_are_recorded() -> None:
+    lengths = np.array([2, 2, 2])
+    last = np.array([0, 1, 0, 1, 0, 1], bool)
+    recording = Recording(
+        lengths,
+        {
+            "next.success": last & (np.arange(6) == 1),
+            "next.done": last,
+            "next.truncated": last & (np.arange(6) == 5),
+        },
+    )
+    outcomes = read_outcomes(FromColumn(), recording)
+    assert outcomes.failed.tolist() == [False, True, False]
+    labels = label(outcomes, RewardScheme("success"))
+    assert labels.terminated.tolist() == [True, True, False]
+
+
+def test_scores_are_read_from_the_column_a_conversion_writes() -> None:
+    recording = Recording(np.array([2, 2]), {"score": np.array([5, 5, 1, 1])}, ["chunk-000"] * 2)
+    assert read_outcomes(FromScores(), recording).reached.tolist() == [False, True, False, False]
+
+
+def test_an_unknown_word_for_what_has_no_success_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without it
+    recording = Recording(np.array([2]), {"next.success": np.zeros(2)})
+    with pytest.raises(UserError, match="without_success is 'fail'; it is one of failure, timeout"):
+        read_outcomes(FromColumn(), recording, "fail")  # type: ignore[arg-type]
+
+
+def test_a_success_function_that_fails_names_the_episode() -> None:
+    recording = Recording(np.array([2, 2]), {"x": np.zeros(4)})
+    with pytest.raises(UserError, match=r"failed on episode 0 .KeyError: 'nope'"):
+        read_outcomes(FromFunction(lambda columns: columns["nope"]), recording)

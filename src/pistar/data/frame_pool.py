@@ -56,7 +56,7 @@ class FramePool:
         if size < 1:
             raise UserError(f"Frames of size {size} do not exist; give the model's image size, such as 224.")
         dataset.require_videos(cameras)
-        self._dataset, self.cameras, self._size = dataset, tuple(cameras), size
+        self._dataset, self.cameras, self.root, self.size = dataset, tuple(cameras), dataset.root, size
         count = workers or len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="pool")
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class FramePool:
         return self._decoded[key]
 
     def _decode(self, episode: EpisodeInfo, camera: str) -> EpisodePictures:
-        pictures = np.empty((episode.length, self._size, self._size, 3), np.uint8)
-        for i, picture in enumerate(decode_resized(self._dataset, episode, camera, self._size)):
+        pictures = np.empty((episode.length, self.size, self.size, 3), np.uint8)
+        for i, picture in enumerate(decode_resized(self._dataset, episode, camera, self.size)):
             pictures[i] = picture
         return pictures

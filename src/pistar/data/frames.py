@@ -46,13 +46,14 @@ Progress = Callable[[int, int], None]
 class Frames:
     """The pictures of some cameras, by row of the whole dataset. Pickles as the names of its files."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = dict(files)
+    def __init__(self, files: Mapping[str, Path], root: Path, size: int) -> None:
+        """`root`: of the dataset they are of."""
+        self._files, self.root, self.size = dict(files), root, size
         # A plain array over the map: indexing np.memmap itself costs more than the row's copy.
         self._frames = {camera: np.asarray(np.load(path, mmap_mode="r")) for camera, path in files.items()}
 
-    def __reduce__(self) -> tuple[type["Frames"], tuple[dict[str, Path]]]:
-        return Frames, (self._files,)
+    def __reduce__(self) -> tuple[type["Frames"], tuple[dict[str, Path], Path, int]]:
+        return Frames, (self._files, self.root, self.size)
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -130,7 +131,7 @@ def open_frames(
         with _lock(cache, dataset, report):
             if not cache.is_whole():  # by now
                 _build(cache, dataset, report, workers or len(os.sched_getaffinity(0)))
-    return Frames({camera: cache.path for camera, cache in caches.items()})
+    return Frames({camera: cache.path for camera, cache in caches.items()}, dataset.root, size)
 
 
 def decode_resized(

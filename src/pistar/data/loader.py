@@ -64,7 +64,7 @@ class Loader:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        mixture: Sequence[Part | ChunkSource],
         batch_size: int,
         seed: int,
         *,
@@ -75,10 +75,11 @@ class Loader:
         ahead: int = 2,
         workers: int = 1,
     ) -> None:
-        """`batch_size` is that of all hosts together. `pool` is for parts that do not grow. `sharding` lays the rows of
-        `batches` over the devices of all hosts. Up to `ahead` batches are made by `workers` threads before they are
-        asked for.
+        """`mixture`: what each batch is drawn from. `batch_size` is that of all hosts together. `pool` is for parts that
+        do not grow. `sharding` lays the rows of `batches` over the devices of all hosts. Up to `ahead` batches are made
+        by `workers` threads before they are asked for.
         """
+        parts = [part if isinstance(part, Part) else Part(part) for part in mixture]
         if not parts:
             raise UserError("There is nothing to draw from; give the loader at least one dataset.")
         if batch_size < 1 or batch_size % hosts:

@@ -23,6 +23,8 @@ Ending = Literal["success", "failure", "timeout"]
 Unsuccessful = Literal["failure", "timeout"]
 RewardKind = Literal["time", "success", "recorded"]
 
+SCORE = "score"
+"""The column in which `hdf5.py` keeps an episode's score."""
 REWARD, DONE, TRUNCATED = "next.reward", "next.done", "next.truncated"
 """LeRobot's columns: in row t stands what the action of row t led to."""
 
@@ -168,7 +170,7 @@ class FromColumn:
     """True counts as 1. For rewards of −1 a step and 0 at success, 0."""
 
     def read(self, recording: Recording) -> Evidence:
-        """At every step. If the dataset has next.truncated, an episode that ends in it is a time-out."""
+        """At every step. If the dataset has next.truncated, it tells time-outs from failures."""
         reached = recording.column(self.key) >= self.at_least
         truncated = np.zeros_like(reached)
         if TRUNCATED in recording.columns:
@@ -182,7 +184,12 @@ class FromColumn:
                     f"{DONE} is true in the last row of all {len(recording.lengths)} episodes, as LeRobot writes it "
                     "whatever ended them, so it does not tell success; name next.success, a CSV or another source."
                 )
-        return reached, np.zeros(len(recording.lengths), bool), truncated[last]
+        failed = np.zeros(len(recording.lengths), bool)
+        if TRUNCATED in recording.columns and DONE in recording.columns:
+            # Who keeps the two apart means it: done, and neither out of time nor successful.
+            ever = _by_episode(np.logical_or, reached, recording.lengths)
+            failed = (recording.column(DONE) >= 1)[last] & ~truncated[last] & ~ever
+        return reached, failed, truncated[last]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,13 +214,13 @@ class FromEpisodes:
 class FromCsv:
     """Success stands in a table: `episode_index`, and `outcome` (success, failure, timeout) or `success` (1, 0)."""
 
-    path: Path
+    path: str | Path
 
     def read(self, recording: Recording) -> Evidence:
         """At the last step of each successful episode."""
         count = len(recording.lengths)
         endings: dict[int, Ending | None] = {}
-        for line, episode, ending in _csv_rows(self.path):
+        for line, episode, ending in _csv_rows(Path(self.path)):
             if not 0 <= episode < count:
                 raise UserError(
                     f"{self.path}:{line} names episode {episode}; the dataset has 0 to {count - 1}: correct the table."
@@ -232,12 +239,17 @@ class FromCsv:
 
 @dataclasses.dataclass(frozen=True)
 class FromScores:
-    """Success is a high score in the name of the episode's folder: score_5, score_1 …"""
+    """Success is a high score: of the column `score`, which `pistar data convert` writes, or of the episode's folder,
+    score_5, score_1 …"""
 
     at_least: int = 5
 
     def read(self, recording: Recording) -> Evidence:
         """At the last step of each episode with that score."""
+        if SCORE in recording.columns:
+            last = at_last_step(np.ones(len(recording.lengths), bool), recording.lengths)
+            high = recording.column(SCORE)[last] >= self.at_least
+            return _from_endings(recording, ["success" if yes else None for yes in high])
         if len(recording.folders) != len(recording.lengths):
             raise UserError(
                 f"{len(recording.lengths)} episodes came with {len(recording.folders)} folder names; folder scores "
@@ -260,10 +272,15 @@ class FromFunction:
         """Where the function says so; a single answer counts for the last step."""
         reached = np.zeros(int(recording.lengths.sum()), bool)
         failed, timed_out = np.zeros((2, len(recording.lengths)), bool)
-        end = 0
+        columns, end = dict(recording.columns), 0  # read once, not once an episode
         for i, length in enumerate(recording.lengths.tolist()):
             start, end = end, end + length
-            said = self.function({key: values[start:end] for key, values in recording.columns.items()})
+            try:
+                said = self.function({key: values[start:end] for key, values in columns.items()})
+            except Exception as error:
+                raise UserError(
+                    f"The success function failed on episode {i} ({type(error).__name__}: {error}); mend it."
+                ) from error
             if isinstance(said, np.ndarray) and said.dtype == bool and said.shape == (length,):
                 reached[start:end] = said
             elif isinstance(said, str) and said in get_args(Ending):
@@ -286,6 +303,8 @@ def read_outcomes(source: Source, recording: Recording, without_success: Unsucce
 
     `without_success` is what an episode is that has no success and of which the source says no more.
     """
+    if without_success not in get_args(Unsuccessful):
+        raise UserError(f"without_success is {without_success!r}; it is one of {', '.join(get_args(Unsuccessful))}.")
     reached, failed, timed_out = source.read(recording)
     notes = []
     everywhere = _by_episode(np.logical_and, reached, recording.lengths) & (recording.lengths > 1)

@@ -142,7 +142,7 @@ class RobotInputs:
     def _missing(self, flat: Data, path: str) -> UserError:
         return UserError(
             f"{self.robot.name} needs {path!r} and the data has {sorted(flat)}; "
-            "rename it with `repack`, or choose the robot the data is from."
+            "rename it (`repack` of a dataset, `columns` of an episode), or choose the robot the data is from."
         )
 
 

@@ -7,12 +7,14 @@ frames, one by one; it only does so for a whole batch at once, and what never ch
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
 from pistar.data.chunks import WindowFields, WindowOptions, Windows, build_windows
+from pistar.data.frame_pool import FramePool
+from pistar.data.frames import Frames
 from pistar.data.lerobot import Dataset
 from pistar.data.norm_stats import Norm, NormStats
 from pistar.data.rewards import (
@@ -67,6 +69,10 @@ class ModelInputs:
     image_size: int
     discrete_state: bool
     """Write the state into the prompt, as π₀.₅ does."""
+
+    def __post_init__(self) -> None:
+        if self.norm not in get_args(Norm):
+            raise UserError(f"norm is {self.norm!r}; it is one of {', '.join(get_args(Norm))}.")
 
     @property
     def normalize(self) -> Normalize:
@@ -130,7 +136,10 @@ class ChunkSource:
 
     def select(self, episodes: Int[np.ndarray, " e"]) -> "ChunkSource":
         """The same, drawing from these episodes only. Shares everything else."""
-        wanted = np.zeros(len(self.windows.ends), bool)
+        count = len(self.windows.ends)
+        if len(episodes) and not 0 <= min(episodes) <= max(episodes) < count:
+            raise UserError(f"Episodes {min(episodes)} to {max(episodes)} were chosen; there are 0 to {count - 1}.")
+        wanted = np.zeros(count, bool)
         wanted[episodes] = True
         chosen = copy.copy(self)
         chosen._draw_from(self.starts[wanted[self.windows.episodes[self.starts]]])
@@ -200,12 +209,19 @@ def dataset_source(
     inputs: ModelInputs,
     options: WindowOptions,
     labels: Labels,
-    pictures: PictureStore,
+    pictures: Frames | FramePool,
     *,
     prompt: str | None = None,
     repack: Mapping[str, Any] | None = None,
 ) -> ChunkSource:
     """A dataset's windows. `prompt` replaces the dataset's tasks, `repack` the robot's usual column names."""
+    for what, theirs, ours in (
+        ("the pictures are of", pictures.root, dataset.root),
+        ("the pictures have size", pictures.size, inputs.image_size),
+        ("the labels have this many steps:", len(labels.rewards), dataset.total_frames),
+    ):
+        if theirs != ours:
+            raise UserError(f"{dataset.root}: {what} {theirs} where {ours} is wanted; make them for this dataset.")
     repack = inputs.robot.repack if repack is None else repack
     state, actions = robot_numbers(dataset, inputs.robot, repack)
     if prompt is None:

@@ -12,7 +12,7 @@ from pistar.agents.flow_bc import FlowBC
 from pistar.config import AcrlpdConfig
 from pistar.data.dataset_stats import DatasetPart, norm_stats_of
 from pistar.data.frame_pool import FramePool
-from pistar.data.frames import open_frames, progress_bar
+from pistar.data.frames import Frames, open_frames, progress_bar
 from pistar.data.lerobot import Dataset, open_dataset
 from pistar.data.loader import Loader, Part, PoolOptions
 from pistar.data.norm_stats import NormStats, check_norm_stats, load_norm_stats, norm_stats_hash
@@ -21,7 +21,6 @@ from pistar.data.robots import Robot, find_robot
 from pistar.data.source import (
     ChunkSource,
     ModelInputs,
-    PictureStore,
     dataset_cameras,
     dataset_source,
     label_dataset,
@@ -246,7 +245,7 @@ def _check_sizes(path: str, checkpoint: Checkpoint, contract: Contract) -> None:
         )
 
 
-def _pictures(config: RLTrainConfig, dataset: Dataset, robot: Robot, *, dry: bool) -> PictureStore:
+def _pictures(config: RLTrainConfig, dataset: Dataset, robot: Robot, *, dry: bool) -> Frames | FramePool:
     cameras = [name for name in dataset_cameras(dataset, robot, robot.repack).values() if name is not None]
     if dry or config.data.frames == "memory":
         return FramePool(dataset, cameras, config.model.image_size)
