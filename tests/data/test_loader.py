@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,28 @@ def test_memory_of_dropped_batches_is_used_again(source: ChunkSource) -> None:
     assert all(address % 64 == 0 for address in addresses)
 
 
+def test_batches_are_made_before_they_are_asked_for(source: ChunkSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    sample = Loader._sample
+
+    def counting(self: Loader, step: int, *args: Any, **options: Any) -> Any:
+        made.append(step)
+        return sample(self, step, *args, **options)
+
+    monkeypatch.setattr(Loader, "_sample", counting)
+    stream = Loader([Part(source)], 4, seed=0, ahead=3).batches(0, 9)
+    next(stream)
+    deadline = time.monotonic() + 20
+    while len(made) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(made) == [0, 1, 2, 3]  # the one taken, and three ahead: no more
+
+
+def test_a_batch_becomes_a_device_array_without_a_copy(source: ChunkSource) -> None:
+    image: Any = Loader([Part(source)], 4, seed=0).sample_batch(0).observations.images["base_0_rgb"]
+    assert jax.device_put(image).unsafe_buffer_pointer() == image.ctypes.data
+
+
 def test_an_endless_stream_stops_its_threads_when_nobody_listens(source: ChunkSource) -> None:
     stream = Loader([Part(source)], 4, seed=0).batches(0)
     next(stream)
@@ -295,6 +318,10 @@ def test_a_dataset_of_another_rate_is_not_mixed_in(source: ChunkSource) -> None:
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 5, "hosts": 2}, "multiple of the number of hosts, 2: try 4"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"hosts": 2, "host": 2}, "host is 2 of 2"),
+        ({"workers": 0}, "0 workers"),
+        ({"ahead": -1}, "-1 batches ahead"),
         ({"weight": 0.0}, r"weights of the mixture are \[0.0\]"),
         ({"weight": -1.0}, r"weights of the mixture are \[-1.0\]"),
         ({"episodes": []}, "no window to draw"),
@@ -318,6 +345,19 @@ def test_datasets_prepared_for_different_models_are_not_mixed(
     other = source.select(source.episodes)
     other.inputs = dataclasses.replace(source.inputs, **{field: value})
     with pytest.raises(UserError, match=words):
+        Loader([Part(source), Part(other)], 4, seed=0)
+
+
+def test_datasets_normalised_or_tokenised_differently_are_not_mixed(source: ChunkSource, dataset: Dataset) -> None:
+    other = source.select(source.episodes)
+    other.inputs = dataclasses.replace(source.inputs, norm="quantile")
+    with pytest.raises(UserError, match="normalised differently"):
+        Loader([Part(source), Part(other)], 4, seed=0)
+    other.inputs = dataclasses.replace(source.inputs, stats=compute_norm_stats(dataset, ROBOTS["aloha"], 2))
+    with pytest.raises(UserError, match="normalised differently"):
+        Loader([Part(source), Part(other)], 4, seed=0)
+    other.inputs = dataclasses.replace(source.inputs, tokenizer=load_tokenizer("tiny", 20))
+    with pytest.raises(UserError, match="different tokenizers"):
         Loader([Part(source), Part(other)], 4, seed=0)
 
 
@@ -384,13 +424,19 @@ def test_without_pools_the_memory_pool_holds_everything(
     assert same(memory.sample_batch(0), Loader([Part(source)], 16, seed=4).sample_batch(0))
 
 
-def test_the_pool_decodes_ahead_and_forgets(dataset: Dataset, pool: FramePool) -> None:
+def test_the_pool_decodes_ahead_and_forgets(dataset: Dataset, pool: FramePool, source: ChunkSource) -> None:
     def held() -> set[int]:
         return {episode for episode, _ in pool._decoded}
 
-    view = pool.view(np.array([3, 1]), np.array([7]))
+    mine, yours = source.select(source.episodes), source.select(source.episodes)
+    view = pool.view(np.array([3, 1]), np.array([7]), mine)
     assert held() == {1, 3, 7}
-    pool.view(np.array([7]), np.array([2]))
+    pool.view(np.array([7]), np.array([2]), mine)
+    assert held() == {7, 2}
+    pool.view(np.array([5]), np.array([2]), yours)  # who draws from the same pool takes nothing away
+    assert held() == {7, 2, 5}
+    del yours
+    pool.view(np.array([7]), np.array([2]), mine)
     assert held() == {7, 2}
     # A batch that is still being made keeps what it needs.
     info, out = dataset.episodes[3], np.zeros((1, SIZE, SIZE, 3), np.uint8)
@@ -422,6 +468,24 @@ def test_pools_follow_each_other_as_announced(source: ChunkSource, step: int, si
     after = next(t for s in itertools.count(step + 1) if (t := schedule.turn(s)) is not turn)
     if len(schedule._pass(0)[0]) > 1:
         assert np.array_equal(after.episodes, turn.upcoming)
+
+
+def test_every_pass_has_an_order_of_its_own(source: ChunkSource) -> None:
+    schedule = _PoolSchedule.of(source, PoolOptions(2), 0, 16.0)
+    orders = {tuple(tuple(pool) for pool in schedule._pass(number)[0]) for number in range(20)}
+    assert len(orders) == 20
+
+
+def test_a_part_drawn_from_less_has_longer_turns(source: ChunkSource) -> None:
+    often, seldom = (_PoolSchedule.of(source, PoolOptions(2), 0, drawn) for drawn in (16.0, 4.0))
+    assert seldom._pass_steps == pytest.approx(4 * often._pass_steps, rel=0.05)
+
+
+def test_a_part_without_a_share_decodes_nothing(dataset: Dataset, inputs: ModelInputs, source: ChunkSource) -> None:
+    pool = FramePool(dataset, dataset.cameras, SIZE)
+    Loader([Part(source), Part(make_source(dataset, inputs, pool), 0.0)], 4, seed=0).sample_batch(0)
+    assert not pool._decoded
+    pool.close()
 
 
 @pytest.mark.parametrize(("options", "words"), [((0,), "pool.episodes is 0"), ((3, 0.0), "pool.reuse is 0.0")])

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,7 +38,7 @@ def episode(number: int, length: int, end: str = "success", *, kept: bool = True
     """Its state is (number, time), its action minus that, its pictures are as bright as the time."""
     times = np.arange(length + kept)
     state = np.stack([np.full_like(times, number), times], axis=1).astype(np.float32)
-    images = np.broadcast_to(times[:, None, None, None], (len(times), SIZE, SIZE, 3)).astype(np.uint8)
+    images = np.tile(times[:, None, None, None], (1, SIZE, SIZE, 3)).astype(np.uint8)
     return Episode(
         observations={"state": state, "image": images},
         actions=-state[:length],
@@ -201,3 +202,83 @@ def test_an_episode_longer_than_the_buffer_is_refused_and_nothing_is_lost() -> N
 def test_a_buffer_that_can_never_be_drawn_from_is_refused(capacity: int, min_steps: int) -> None:
     with pytest.raises(UserError, match=f"holds {capacity} steps and is drawn from when it has {min_steps}"):
         replay(capacity, min_steps=min_steps)
+
+
+def test_what_was_added_stays_as_it_was() -> None:
+    buffer, lived = replay(), episode(1, 6)
+    buffer.add(lived)
+    before = jax.tree.map(np.copy, draw(buffer))
+    for array in (*lived.observations.values(), lived.actions, lived.rewards):
+        array.flags.writeable = True
+        array[:] = 99  # the collector fills its arrays again
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), draw(buffer), before))
+
+
+def test_each_added_episode_can_be_drawn_at_once() -> None:
+    buffer = replay()
+    for number in range(5):
+        buffer.add(episode(number, 4))
+        assert set(np.asarray(draw(buffer, 128).observations.state)[:, 0]) == set(range(number + 1))
+
+
+def test_each_episode_keeps_its_prompt_and_recorded_rewards() -> None:
+    buffer = replay(scheme=RewardScheme("recorded"))
+    for number in range(3):
+        buffer.add(dataclasses.replace(episode(number, 4), rewards=np.full(4, number, np.float32)))
+    batch = draw(buffer)
+    for i, number in enumerate(np.asarray(batch.observations.state)[:, 0].astype(int)):
+        tokens, _ = INPUTS.tokenizer.tokenize(f"task {number}", None)
+        assert np.array_equal(batch.observations.tokenized_prompt[i], tokens)
+        assert np.array_equal(batch.next_observations.tokenized_prompt[i], tokens)
+        assert batch.rewards[i, 0] == number
+
+
+def test_pictures_are_brought_to_the_models_size() -> None:
+    buffer, lived = replay(), episode(0, 3)
+    large = np.repeat(np.repeat(lived.observations["image"], 3, axis=1), 3, axis=2)
+    buffer.add(dataclasses.replace(lived, observations={**lived.observations, "image": large}))
+    batch = draw(buffer, 8)
+    assert batch.observations.images["base_0_rgb"].shape == (8, SIZE, SIZE, 3)
+
+
+def test_actions_are_relative_to_the_state_they_start_from_also_where_last_observations_are_kept() -> None:
+    robot = dataclasses.replace(ROBOT, delta_mask=(False, True))
+    inputs = dataclasses.replace(INPUTS, robot=robot)
+    buffer = Replay(100, inputs, WindowOptions(HORIZON, EXECUTED), RewardScheme("success"), fps=10.0)
+    for number in range(4):
+        buffer.add(episode(number, 5))
+    batch = draw(buffer)
+    for i in range(64):
+        number, time = (int(x) for x in batch.observations.state[i, :2])
+        steps = [min(time + k, 4) for k in range(HORIZON)]
+        np.testing.assert_allclose(batch.actions[i, :, 0], -number, atol=1e-4)
+        np.testing.assert_allclose(batch.actions[i, :, 1], [-step - time for step in steps], atol=1e-4)
+
+
+@pytest.mark.parametrize("rewards", [np.zeros(4, np.float32), np.full(5, np.nan, np.float32)])
+def test_rewards_that_would_spoil_every_batch_are_refused(rewards: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without it
+    buffer = replay(scheme=RewardScheme("recorded"))
+    with pytest.raises(UserError, match="each action is paid a finite reward"):
+        buffer.add(dataclasses.replace(episode(0, 5), rewards=rewards))
+
+
+def test_episodes_of_other_cameras_are_refused() -> None:
+    robot = dataclasses.replace(ROBOT, cameras={**ROBOT.cameras, "left_wrist_0_rgb": "eye"}, optional_cameras=("eye",))
+    inputs = dataclasses.replace(INPUTS, robot=robot)
+    buffer = Replay(100, inputs, WindowOptions(HORIZON, EXECUTED), RewardScheme("success"), fps=10.0)
+    buffer.add(episode(0, 5))
+    seeing = episode(1, 5)
+    seeing = dataclasses.replace(seeing, observations={**seeing.observations, "eye": seeing.observations["image"]})
+    with pytest.raises(UserError, match="all episodes of a replay buffer have the same"):
+        buffer.add(seeing)
+
+
+def test_a_buffer_that_does_not_fit_the_dataset_is_refused_when_it_is_first_drawn_from() -> None:
+    options = WindowOptions(HORIZON, EXECUTED)
+    slow = Replay(100, INPUTS, options, RewardScheme("success"), fps=5.0)
+    fast = replay()
+    slow.add(episode(0, 5))
+    fast.add(episode(0, 5))
+    with pytest.raises(UserError, match="10 and 5 frames a second"):
+        Loader([Part(fast), Part(slow)], 4, seed=0).sample_batch(0)

@@ -8,6 +8,7 @@ batch from either.
 import dataclasses
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -61,9 +62,13 @@ class FramePool:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="pool")
         self._lock = threading.Lock()
         self._decoded: dict[tuple[int, str], Future[EpisodePictures]] = {}
+        self._claims: weakref.WeakKeyDictionary[object, frozenset[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
-    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"]) -> EpisodeViews:
-        """The pictures of `episodes`, waited for; those of `upcoming` are begun, all others forgotten."""
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> EpisodeViews:
+        """The pictures of `episodes`, waited for; those of `upcoming` are begun; what nobody claims is forgotten.
+
+        A claim lasts until the claimant's next, or its own end: several may draw from one pool.
+        """
         now, later = np.sort(episodes), np.sort(upcoming)
         with self._lock:
             futures = {
@@ -71,7 +76,8 @@ class FramePool:
                 for index in (*now, *later)
                 for camera in self.cameras
             }
-            for key in self._decoded.keys() - futures.keys():
+            self._claims[claimant] = frozenset(futures)
+            for key in self._decoded.keys() - frozenset().union(*self._claims.values()):
                 del self._decoded[key]  # not cancelled: a batch of the pool before may still wait for it
         return EpisodeViews(
             np.array([self._dataset.episodes[index].from_row for index in now], np.int64),

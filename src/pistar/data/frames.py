@@ -62,9 +62,9 @@ class Frames:
     def __len__(self) -> int:
         return len(next(iter(self._frames.values()), ()))
 
-    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"]) -> "Frames":
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> "Frames":
         """All of them are always ready."""
-        del episodes, upcoming
+        del episodes, upcoming, claimant
         return self
 
     def gather(

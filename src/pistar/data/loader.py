@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from pistar.data.chunks import WindowFields, Windows
+from pistar.data.norm_stats import norm_stats_hash
 from pistar.data.source import ChunkSource, Pictures
 from pistar.errors import UserError
 from pistar.types import ChunkBatch, Observation, PolicyBatch
@@ -75,13 +76,19 @@ class Loader:
         ahead: int = 2,
         workers: int = 1,
     ) -> None:
-        """`mixture`: what each batch is drawn from. `batch_size` is that of all hosts together. `pool` is for parts that
-        do not grow. `sharding` lays the rows of `batches` over the devices of all hosts. Up to `ahead` batches are made
-        by `workers` threads before they are asked for.
+        """`mixture`: what each batch is drawn from. `batch_size` is that of all hosts together. `pool` is for parts
+        that do not grow. `sharding` lays the rows of `batches` over the devices of all hosts. Up to `ahead` batches are
+        made by `workers` threads before they are asked for.
         """
         parts = [part if isinstance(part, Part) else Part(part) for part in mixture]
         if not parts:
             raise UserError("There is nothing to draw from; give the loader at least one dataset.")
+        if not 0 <= host < hosts:
+            raise UserError(f"host is {host} of {hosts}; hosts count from 0.")
+        if workers < 1 or ahead < 0:
+            raise UserError(
+                f"{workers} workers make {ahead} batches ahead; give at least 1 worker, and 0 or more ahead."
+            )
         if batch_size < 1 or batch_size % hosts:
             raise UserError(
                 f"batch_size is {batch_size}; it must be a positive multiple of the number of hosts, {hosts}: "
@@ -90,8 +97,8 @@ class Loader:
         if any(not 0 <= part.weight < float("inf") for part in parts) or sum(part.weight for part in parts) <= 0:
             weights = [part.weight for part in parts]
             raise UserError(f"The weights of the mixture are {weights}; give shares from 0 up, not all of them 0.")
-        if seed < 0:
-            raise UserError(f"seed is {seed}; give a whole number from 0 up.")
+        if not 0 <= seed < 2**63:
+            raise UserError(f"seed is {seed}; give a whole number from 0 up, below 2⁶³.")
         self._parts, self.batch_size, self._seed, self._host, self._hosts = tuple(parts), batch_size, seed, host, hosts
         self._sharding, self._ahead, self._workers = sharding, ahead, workers
         self._memory = _Memory()
@@ -158,12 +165,14 @@ class Loader:
         return there
 
     def _sample(self, step: int, contents: Sequence[tuple[ChunkSource, float]], *, with_next: bool) -> "_Filling":
-        rng = np.random.Generator(np.random.Philox(key=np.array([self._seed, step], np.uint64)))
+        rng = _generator(self._seed, step)
         places = rng.permutation(self.batch_size)  # so that any part of a batch is mixed alike
         ends = _shares([weight for _, weight in contents], self.batch_size, float(rng.random()))
         size = self.batch_size // self._hosts
         batch = _Filling(contents[0][0], size, self._memory, with_next=with_next)
         for (source, _), begin, end in zip(contents, (0, *ends), ends, strict=False):
+            if end == begin:
+                continue
             schedule = self._pools.get(id(source))
             turn = None if schedule is None else schedule.turn(step)
             starts = source.starts if turn is None else turn.starts
@@ -171,9 +180,9 @@ class Loader:
             here = places[begin:end] - self._host * size
             ours = (here >= 0) & (here < size)
             if turn is None:
-                pictures = source.pictures.view(source.episodes, np.zeros(0, np.int64))
+                pictures = source.pictures.view(source.episodes, np.zeros(0, np.int64), source)
             else:
-                pictures = source.pictures.view(turn.episodes, turn.upcoming)
+                pictures = source.pictures.view(turn.episodes, turn.upcoming, source)
             if ours.any():
                 batch.fill(source, drawn[ours], here[ours], pictures)
         return batch
@@ -182,7 +191,8 @@ class Loader:
 def gather_chunks(source: ChunkSource, starts: Int[np.ndarray, " b"]) -> ChunkBatch:
     """The windows that start there, in this order, as numpy."""
     batch = _Filling(source, len(starts), _Memory(), with_next=True)
-    pictures = source.pictures.view(np.unique(source.windows.episodes[starts]), np.zeros(0, np.int64))
+    once = source.select(np.unique(source.windows.episodes[starts]))  # whose claim on the pictures ends with it
+    pictures = source.pictures.view(once.episodes, np.zeros(0, np.int64), once)
     batch.fill(source, starts, np.arange(len(starts)), pictures)
     return batch.chunks()
 
@@ -208,6 +218,13 @@ def _check_alike(one: ChunkSource, other: ChunkSource) -> None:
             "cut all of them alike."
         )
     ours, theirs = one.inputs, other.inputs
+    if norm_stats_hash(ours.stats) != norm_stats_hash(theirs.stats) or ours.norm != theirs.norm:
+        raise UserError(
+            "The datasets of the mixture are normalised differently; the same numbers would mean different actions: "
+            "use one set of norm stats for all."
+        )
+    if not np.array_equal(ours.tokenizer.tokenize("fold", None)[0], theirs.tokenizer.tokenize("fold", None)[0]):
+        raise UserError("The datasets of the mixture have different tokenizers; use one for all.")
     for name in ("action_dim", "image_size", "discrete_state"):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(
@@ -222,6 +239,11 @@ def _shares(weights: Sequence[float], count: int, offset: float) -> tuple[int, .
     # Edges a rounding error below a whole number must not lose a row.
     ends = np.floor(np.round(edges, 9) + offset * (np.round(edges, 9) % 1 > 0))
     return (*(int(end) for end in ends[:-1]), count)
+
+
+def _generator(seed: int, step: int) -> np.random.Generator:
+    # As integers: numpy makes floats of large ones in a list, and of neighbours the same.
+    return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
 
 
 # Taking turns
@@ -268,7 +290,7 @@ class _PoolSchedule:
 
     def _pass(self, number: int) -> tuple[list[np.ndarray], np.ndarray]:
         """The pools of one pass over all episodes, and at which of its steps each ends."""
-        order = np.random.Generator(np.random.Philox(key=[self._seed, 2**63 + number])).permutation(len(self._episodes))
+        order = _generator(self._seed, 2**63 + number).permutation(len(self._episodes))
         groups = [order[i : i + self._size] for i in range(0, len(order), self._size)]
         windows = np.cumsum([int(self._counts[group].sum()) for group in groups])
         ends = np.round(windows / windows[-1] * self._pass_steps).astype(np.int64)

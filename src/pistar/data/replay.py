@@ -109,8 +109,9 @@ class Replay:
         inputs = RobotInputs(self._inputs.robot)
         state, actions = inputs.joints({**flat, "actions": episode.actions})
         assert actions is not None
+        # Copies: who collected the episode may use its arrays again.
         pictures = {
-            slot: resize_with_pad(images, size, size)
+            slot: np.array(resize_with_pad(images, size, size))
             for slot, images in inputs.images(flat).items()
             if images is not None
         }
@@ -120,6 +121,16 @@ class Replay:
             at_last_step(np.array([episode.success]), lengths),
             np.array([episode.terminated and not episode.success]),
         )
+        if len(episode.rewards) != steps or not np.isfinite(episode.rewards).all():
+            raise UserError(
+                f"The episode has {steps} actions and {len(episode.rewards)} rewards, of which "
+                f"{int(np.isfinite(episode.rewards).sum())} are finite; each action is paid a finite reward."
+            )
+        if self._kept and pictures.keys() != self._kept[0].pictures.keys():
+            raise UserError(
+                f"The episode has the cameras {sorted(pictures)} and those before it {sorted(self._kept[0].pictures)}; "
+                "all episodes of a replay buffer have the same."
+            )
         labels = label(outcomes, self._scheme, episode.rewards.astype(np.float32))
         return _Kept(
             state, actions, labels.rewards, bool(labels.terminated[0]), episode.success, episode.task, pictures
@@ -157,7 +168,7 @@ class Replay:
 class _AllThere(EpisodeViews):
     """Pictures that are in memory anyway."""
 
-    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"]) -> EpisodeViews:
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> EpisodeViews:
         """All of them."""
-        del episodes, upcoming
+        del episodes, upcoming, claimant
         return self

@@ -51,8 +51,11 @@ class Pictures(Protocol):
 class PictureStore(Protocol):
     """Gives out pictures, perhaps of only so many episodes at a time."""
 
-    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"]) -> Pictures:
-        """The pictures of `episodes`, ready; and begin with those of `upcoming`, which will be asked for next."""
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> Pictures:
+        """The pictures of `episodes`, ready; and begin with those of `upcoming`, which will be asked for next.
+
+        What a `claimant` asked for before it gives up.
+        """
         ...
 
 
