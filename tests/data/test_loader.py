@@ -2,6 +2,10 @@
 
 import dataclasses
 import itertools
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -267,6 +271,29 @@ def test_rows_are_laid_over_the_devices_by_a_sharding(source: ChunkSource) -> No
     batch = next(iter(loader.batches(0, 1)))
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(batch))
     assert same(batch, loader.sample_batch(0))
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(1, 8), (2, 2)])
+def test_rows_lie_on_the_devices_of_all_hosts(tmp_path: Path, hosts: int, devices: int) -> None:
+    program = str(Path(__file__).parent.parent / "draw_on_devices.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, port, str(hosts), str(host), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(hosts)
+    ]
+    for process in processes:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        assert f"{hosts * devices} devices, {devices} here" in out
 
 
 # Mixing
