@@ -185,6 +185,16 @@ def test_what_we_write_gives_no_alarm(tmp_path: Path, videos: bool) -> None:
     assert check_dataset(tmp_path / "d", frames=True).findings == ()
 
 
+def test_a_folder_named_like_a_letter_leaves_sentences_whole(
+    copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy("v30").rename(tmp_path / "d")
+    edit_json(tmp_path / "d" / "meta" / "info.json", lambda info: info.update(total_frames=1))
+    monkeypatch.chdir(tmp_path)
+    what = "meta/info.json says total_frames 1 but meta/ lists 850; copy or download the dataset again."
+    assert only(check_dataset("d"), "meta") == {None: what}
+
+
 def test_progress_is_told_to_the_end() -> None:
     calls: list[tuple[str, int, int]] = []
     check_dataset(LEROBOT / "lerobot_v30", progress=lambda *call: calls.append(call))
@@ -378,10 +388,11 @@ def test_a_camera_that_is_black_everywhere_is_one_warning(tmp_path: Path) -> Non
     [
         (lambda t: np.r_[t[:20], t[19], t[21:]], "time goes from 0.3800 s to 0.3800 s at frame 20"),
         (lambda t: np.r_[t[:20], t[20:][::-1]], "time goes from"),
-        (lambda t: np.r_[t[:20], t[20:] + 0.1], "5 frames are missing before frame 20 (0.120 s gap)"),
-        (lambda t: t * 1.05, "runs at 47.62 fps by its clock, the dataset at 50"),
+        (lambda t: np.r_[t[:20], t[20:] + 0.1], "5 frames missing before frame 20 (0.120 s gap)"),
+        (lambda t: t * 50 / 30, "runs at 30 fps by its timestamps, the dataset at 50"),
+        (lambda t: t * 1.05, "runs at 47.62 fps by its timestamps, the dataset at 50"),
     ],
-    ids=["repeat", "backwards", "gap", "drift"],
+    ids=["repeat", "backwards", "gap", "rate", "drift"],
 )
 def test_a_clock_that_stumbles_breaks_the_episode(
     numbers: Copy, generation: str, change: Callable[[np.ndarray], np.ndarray], expected: str
@@ -554,7 +565,7 @@ def test_nan_breaks_the_episode(numbers: Copy, generation: str, value: float, na
     root = numbers(generation)
     edit(root, 8, name, put(5, value))
     report = check_dataset(root)
-    assert only(report, "nan") == {8: f"{name}[4] is {value} at frame 5, 1 frames in all"}
+    assert only(report, "nan") == {8: f"{name}[4] is {value} at frame 5, 1 frame in all"}
     assert 8 not in report.kept
 
 
@@ -974,7 +985,14 @@ def test_nothing_is_left_of_a_copy_that_fails(copy: Copy, tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(UserError, match="No space left"):
+    with pytest.raises(UserError, match=r"No space left.*free some space"):
+        clean_copy(report, tmp_path / "out")
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "copyfile", forbidden)
+    with pytest.raises(UserError, match=r"Permission denied.*check the permissions"):
         clean_copy(report, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["v30"]
 

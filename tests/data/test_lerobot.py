@@ -235,7 +235,8 @@ def refuse(root: str | Path, match: str) -> None:
 def test_wrong_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
     refuse(tmp_path / "nowhere", "nowhere does not exist; name a folder")
-    refuse("someone/cubes", r"someone/cubes does not exist; .*download=True")
+    refuse("someone/cubes", rf"neither someone/cubes nor, in LeRobot's cache, {tmp_path}/someone/cubes is a folder; ")
+    refuse("someone/cubes", r"huggingface-cli download --repo-type dataset someone/cubes .*download=True")
     refuse(LEROBOT / "lerobot_v30_manifest.npz", "is a file; name a folder")
     refuse(tmp_path, "has no meta/info.json, so it is no LeRobot dataset; name the folder")
     refuse(LEROBOT, "no LeRobot dataset; did you mean .*lerobot_v")
@@ -247,6 +248,8 @@ def test_other_versions_are_refused(copy: Callable[..., Path]) -> None:
     refuse(root, "is a LeRobot v2.0 dataset.*convert_dataset_v20_to_v21")
     edit_json(root / "meta" / "info.json", codebase_version="v4.2")
     refuse(root, "codebase_version 'v4.2'; pistar reads v2.1 and v3.0")
+    edit_json(root / "meta" / "info.json", codebase_version=None)
+    refuse(root, "meta/info.json has no codebase_version; pistar reads")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +269,20 @@ def test_missing_and_cut_off_files_are_named(copy: Callable[..., Path], generati
     refuse(root, f"{name} cannot be read .*cut off")
     path.unlink()
     refuse(root, f"{name} is missing; the dataset is not whole")
+
+
+def test_files_one_may_not_read_are_not_called_broken(
+    copy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    root = copy("v30")
+    with monkeypatch.context() as patch:
+        patch.setattr("pistar.data.lerobot_files.pq.ParquetFile", forbidden)
+        refuse(root, "parquet may not be read by you; .*permission")
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    refuse(root, "info.json may not be read by you; .*permission")
 
 
 def test_missing_episode_list_is_named(copy: Callable[..., Path]) -> None:
@@ -364,7 +381,7 @@ def test_video_shorter_than_its_rows_is_refused_after_its_last_frame(copy: Calla
     frames = open_dataset(root).decode(0, CAMERAS[0])
     for _ in range(43):
         next(frames)
-    with pytest.raises(UserError, match=r"episode_000000.mp4 has no frame 43, and the data goes on to frame 104"):
+    with pytest.raises(UserError, match=r"episode_000000.mp4 has no frame 43, for which the data has a row"):
         next(frames)
 
 
@@ -372,7 +389,7 @@ def test_episode_past_the_end_of_its_video_is_refused(copy: Callable[..., Path])
     root = copy("v30")
     videos = root / "videos" / CAMERAS[0] / "chunk-001"
     shutil.copy(videos / "file-001.mp4", videos / "file-000.mp4")  # 75 frames for 243 rows
-    with pytest.raises(UserError, match=r"file-000.mp4 has no frame 177, and the data goes on to frame 242"):
+    with pytest.raises(UserError, match=r"file-000.mp4 has no frame 177, for which the data has a row"):
         next(open_dataset(root).decode(10, CAMERAS[0]))
 
 

@@ -25,6 +25,7 @@ from pistar.data.lerobot import Dataset, EpisodeInfo, find_dataset, read_meta
 from pistar.data.lerobot_copy import copy_episodes
 from pistar.data.lerobot_files import named_column, to_numpy
 from pistar.data.lerobot_rows import episode_table, read_dataset_stats, read_episode_stats, read_table, task_text
+from pistar.data.words import counted
 from pistar.errors import UserError
 
 NUMBERED_ANEW = "rows and episodes numbered anew"
@@ -39,7 +40,8 @@ def check_dataset(
     done, and how much there is.
     """
     tell = progress or (lambda what, done, total: None)
-    dataset, problems = read_meta(find_dataset(source))
+    # Absolute, because findings are told without the dataset's path: a folder called d is in many words.
+    dataset, problems = read_meta(find_dataset(source).absolute())
     findings = [
         Finding(problem.episode, "meta", problem.what, mend=NUMBERED_ANEW if problem.is_count else None)
         for problem in problems
@@ -130,9 +132,12 @@ def _own_rows(dataset: Dataset, episode: EpisodeInfo, columns: dict[str, np.ndar
     """How many rows there are, of what shape, and how they are numbered."""
     length = len(columns["timestamp"])
     if length != episode.length or length == 0:
-        yield Finding(
-            episode.index, "data", f"{episode.data_file} has {length} rows of it, meta/ says {episode.length}"
+        said = (
+            f"{counted(length, 'row')} of it, meta/ says {episode.length}"
+            if length or episode.length
+            else "no rows of it"
         )
+        yield Finding(episode.index, "data", f"{episode.data_file} has {said}")
         return
     for name, values in columns.items():
         shape = dataset.features[name].shape
@@ -159,7 +164,7 @@ def _strangers(dataset: Dataset, table: Any, episodes: list[EpisodeInfo], path: 
     unknown = ~np.isin(numbers, [episode.index for episode in episodes])
     if unknown.any():
         which = ", ".join(map(str, np.unique(numbers[unknown])[:5]))
-        what = f"{path} has {unknown.sum()} rows of episodes that meta/ does not put there: {which}"
+        what = f"{path} has {counted(int(unknown.sum()), 'row')} of episodes that meta/ does not put there: {which}"
         yield Finding(None, "index", what, mend="rows of no listed episode left out")
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from pistar.data.findings import Finding, Severity
 from pistar.data.lerobot import EpisodeInfo, Feature
+from pistar.data.words import counted
 
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """LeRobot's own columns."""
@@ -120,17 +121,19 @@ def check_timestamps(rows: Rows) -> Iterator[Finding]:
         off = seconds - np.arange(len(seconds)) / rows.fps
         # A float32 of a thousand seconds is itself off by half the tolerance.
         allowed = TOLERANCE + np.finfo(np.float32).eps * np.abs(seconds)
+        drifts = len(steps) > 0 and abs(steps.sum() - len(steps)) > 0.5
+        is_other_rate = drifts and abs(np.median(steps) - 1) > 0.1  # most steps, not a few: no gaps but a rate
         mend = None
         if (steps <= 0).any():
             at = int(np.argmax(steps <= 0))
             what = f"time goes from {seconds[at]:.4f} s to {seconds[at + 1]:.4f} s at frame {at + 1}"
-        elif (steps > 1.5).any():
+        elif (steps > 1.5).any() and not is_other_rate:
             at = int(np.argmax(steps > 1.5))
-            what = f"{round(steps[at]) - 1} frames are missing before frame {at + 1} ({steps[at] / rows.fps:.3f} s gap)"
-        elif len(steps) and abs(steps.sum() - len(steps)) > 0.5:
-            what = (
-                f"runs at {len(steps) / (seconds[-1] - seconds[0]):.4g} fps by its clock, the dataset at {rows.fps:g}"
-            )
+            lost = round(steps[at]) - 1
+            what = f"{counted(lost, 'frame')} missing before frame {at + 1} ({steps[at] / rows.fps:.3f} s gap)"
+        elif drifts:
+            rate = len(steps) / (seconds[-1] - seconds[0])
+            what = f"runs at {rate:.4g} fps by its timestamps, the dataset at {rows.fps:g}"
         elif (np.abs(off) > allowed).any():
             what = f"timestamps are off by up to {1000 * np.abs(off).max():.3g} ms; LeRobot allows {1000 * TOLERANCE:g}"
             mend = "timestamps written anew as frame / fps"
@@ -190,7 +193,8 @@ def _nan(rows: Rows, name: str, values: np.ndarray) -> Iterator[Finding]:
     for i in np.flatnonzero(counts).tolist():
         row = int(rows.starts[i]) + int(np.argmax(bad[rows.starts[i] :]))
         dim = int(np.argmin(np.isfinite(values[row])))
-        what = f"{_dimension(name, dim)} is {values[row, dim]} at {rows.where(row)}, {counts[i]} frames in all"
+        what = f"{_dimension(name, dim)} is {values[row, dim]} at {rows.where(row)}, "
+        what += f"{counted(int(counts[i]), 'frame')} in all"
         yield Finding(rows.episodes[i].index, "nan", what)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from pistar.data.check_numbers import MOVES, Usual, motion, still_runs
 from pistar.data.findings import Finding
 from pistar.data.lerobot import Dataset, EpisodeInfo
-from pistar.data.lerobot_files import missing
+from pistar.data.lerobot_files import broken, missing
 from pistar.errors import UserError
 
 Progress = Callable[[int, int], None]
@@ -118,6 +118,8 @@ def _read_clip(path: Path, fps: float) -> Clip | str:
                 times = [packet.pts for packet in container.demux(stream) if packet.pts is not None and packet.size]
             numbers = np.unique(np.round(np.array(times, np.float64) * float(time_base) * fps).astype(np.int64))
             return Clip(numbers, (stream.codec_context.height, stream.codec_context.width))
+    except av.error.PermissionError as error:
+        return str(broken(path, error))
     except av.FFmpegError as error:
         return f"{path} cannot be opened ({error.strerror})"
 

@@ -241,7 +241,8 @@ def read_meta(root: Path) -> tuple[Dataset, list[MetaProblem]]:
             "`python -m lerobot.datasets.v21.convert_dataset_v20_to_v21` of lerobot 0.3.3."
         )
     if version not in VERSIONS:
-        raise UserError(f"{root} has codebase_version {version!r}; pistar reads {' and '.join(VERSIONS)}: convert it.")
+        said = "no codebase_version" if version is None else f"codebase_version {version!r}"
+        raise UserError(f"{root}/meta/info.json has {said}; pistar reads {' and '.join(VERSIONS)}: convert it.")
     problems: list[MetaProblem] = []
     try:
         features = {name: _feature(entry) for name, entry in info["features"].items()}
@@ -274,7 +275,7 @@ def lerobot_home() -> Path:
 
 def find_dataset(source: str | Path, *, download: bool = False, revision: str | None = None) -> Path:
     """The folder of a dataset named by its path or, in the LeRobot cache, by its repository id."""
-    path = Path(source).expanduser()
+    path = named = Path(source).expanduser()
     is_repo_id = isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
     if not path.exists() and is_repo_id:
         path = lerobot_home() / str(source)
@@ -282,8 +283,13 @@ def find_dataset(source: str | Path, *, download: bool = False, revision: str | 
             _download(str(source), path, revision)
     if not path.is_dir():
         remedy = "name a folder that holds meta/info.json"
-        remedy += ", or pass download=True to fetch it from the hub." if is_repo_id else "."
-        raise UserError(f"{path} does not exist; {remedy}" if not path.exists() else f"{path} is a file; {remedy}")
+        if path != named:
+            raise UserError(
+                f"neither {named} nor, in LeRobot's cache, {path} is a folder; {remedy}, or download it: "
+                f"`huggingface-cli download --repo-type dataset {source} --local-dir {path}`, in Python "
+                f"open_dataset({source!r}, download=True)."
+            )
+        raise UserError(f"{path} is a file; {remedy}." if path.exists() else f"{path} does not exist; {remedy}.")
     if not (path / "meta" / "info.json").is_file():
         inner = next(path.glob("*/meta/info.json"), None)
         hint = (

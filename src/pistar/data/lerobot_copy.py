@@ -6,6 +6,7 @@ out of use, because cutting it out would mean encoding again.
 """
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pistar.data.lerobot import Dataset, EpisodeInfo, open_dataset
-from pistar.data.lerobot_files import read_json, to_numpy
+from pistar.data.lerobot_files import read_json, to_numpy, unwritten
 from pistar.data.lerobot_rows import episode_table, read_episode_stats, read_table, task_text
 from pistar.data.lerobot_tables import episodes_table, number_stats, tasks_table
 from pistar.data.lerobot_writer import DATA_PATH, MEGABYTE, VIDEO_PATH
@@ -37,17 +38,24 @@ def copy_episodes(
         _Copy(dataset, aside).write(indices, progress or (lambda done, total: None))
         aside.rename(out)
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error}); nothing is left of it: free some space.") from error
+        raise unwritten(out, error) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def require_new(out: Path, source: Path) -> None:
-    """Refuse to write where something is, and into the dataset itself."""
+    """Refuse to write where something is, where we may not, and into the dataset itself."""
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{out} is inside {source}, which is never written to; choose a place outside.")
     if out.exists():
         raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise UserError(f"{out} cannot be written: {above} is a file; choose another place.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{out} cannot be written: {above} is read-only; check its permissions or choose another place."
+        )
 
 
 class _Copy:

@@ -1,5 +1,6 @@
 """The files inside LeRobot datasets (JSON, Parquet, video, pictures), read with one clear error where broken."""
 
+import errno
 import io
 import json
 import math
@@ -51,11 +52,13 @@ def decode_video(path: Path, fps: float, first: int, end: int) -> Iterator[Frame
                     wanted += 1
                 if number > wanted or wanted == end:
                     break
+    except av.error.PermissionError as error:
+        raise broken(path, error) from error
     except av.FFmpegError as error:
         raise UserError(f"{path} cannot be decoded ({error}); copy or download the video again.") from error
     if wanted < end:
         raise UserError(
-            f"{path} has no frame {wanted}, and the data goes on to frame {end - 1}; "
+            f"{path} has no frame {wanted}, for which the data has a row; "
             "the video is cut off or belongs to other data: copy it again, or drop the episode."
         )
 
@@ -166,7 +169,19 @@ def missing(path: Path) -> UserError:
 
 def broken(path: Path, error: Exception) -> UserError:
     """The error for a file that is there and cannot be read."""
+    if isinstance(error, PermissionError):
+        return UserError(f"{path} may not be read by you; its owner has to give you the permission (chmod +r).")
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return UserError(
         f"{path} cannot be read ({reason}); it is cut off, or its recording was never finalised: copy it again."
     )
+
+
+def unwritten(path: Path, error: Exception) -> UserError:
+    """The error for a dataset that could not be written to its end."""
+    remedy = "see to that and try again."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space and try again."
+    elif isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "check the permissions, or choose another place."
+    return UserError(f"{path} cannot be written ({error}); nothing is left of it: {remedy}")

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 
 from pistar.data.lerobot import open_dataset
+from pistar.data.lerobot_files import unwritten
 from pistar.data.lerobot_pictures import Pictures, check_size, codec, compress
 from pistar.data.lerobot_tables import data_table, episodes_table, histogram_stats, number_stats, tasks_table
 from pistar.errors import UserError
@@ -294,9 +295,7 @@ class DatasetWriter:
         self._aside.rename(self._path)
 
     def _failed(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self._path} cannot be written ({error}); nothing is left of it: free some space, try again."
-        )
+        return unwritten(self._path, error)
 
 
 class _DataFiles:
