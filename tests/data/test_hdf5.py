@@ -148,7 +148,7 @@ def test_a_sparse_episode_holds_the_last_picture_and_never_shows_a_later_one(tmp
     contents = sparse()
     save(tmp_path / "raw" / "episode_0.hdf5", contents)
     done, dataset = convert(tmp_path)
-    assert done.notes == ("1 steps of 1 episodes were before the first picture and are left out.",)
+    assert done.notes == ("1 step of 1 episode came before the first picture and is left out.",)
     np.testing.assert_array_equal(pictures_of(dataset), waves(2)[[0, 0, 0, 0, 1, 1, 1]])
     columns = dataset.columns(["action", "observation.state", "is_new_image", "is_chunk_start", "next.reward"])
     np.testing.assert_array_equal(columns["action"], contents["action"][1:].astype(np.float32))
@@ -186,10 +186,11 @@ def test_scores_say_the_outcome_and_stay_readable(tmp_path: Path) -> None:
     np.testing.assert_array_equal(columns["next.reward"], np.concatenate([never, never, last]))
     np.testing.assert_array_equal(columns["next.done"], np.tile(last, 3))
     assert not columns["next.truncated"].any()
-    # Low scores are failures or time-outs, as whoever trains says.
+    # Low scores are failures; by the scores themselves, whatever whoever trains says.
     recording = Recording(np.array([LENGTH] * 3), columns)
-    assert read_outcomes(FromColumn(), recording, "failure").failed.tolist() == [True, True, False]
-    assert read_outcomes(FromColumn(), recording, "timeout").failed.tolist() == [False, False, False]
+    assert read_outcomes(FromColumn(), recording).failed.tolist() == [True, True, False]
+    assert read_outcomes(FromScores(), recording, "failure").failed.tolist() == [True, True, False]
+    assert read_outcomes(FromScores(), recording, "timeout").failed.tolist() == [False, False, False]
     at_least_one = read_outcomes(FromColumn("score", at_least=1.0), recording)
     np.testing.assert_array_equal(at_least_one.reached, np.tile(last, 3))
 
@@ -229,9 +230,7 @@ def test_cameras_are_chosen_by_name_and_depth_is_none(tmp_path: Path) -> None:
     save(tmp_path / "raw" / "episode_0.h5", contents)
     done, dataset = convert(tmp_path)
     assert dataset.cameras == tuple(f"observation.images.{camera}" for camera in CAMERAS)
-    assert done.notes == (
-        "/observations/images/cam_high_depth of 1 files has no place in the dataset and is left out.",
-    )
+    assert done.notes == ("/observations/images/cam_high_depth of 1 file has no place in the dataset and is left out.",)
     (tmp_path / "out").rename(tmp_path / "before")
     _, dataset = convert(tmp_path, cameras=("cam_left_wrist",))
     assert dataset.cameras == ("observation.images.cam_left_wrist",)
@@ -247,7 +246,7 @@ def test_what_only_some_files_have_is_left_out_and_said(tmp_path: Path) -> None:
     assert "observation.velocity" not in dataset.features
     assert done.notes == (
         "/observations/qvel is in 1 of 2 files only, and left out.",
-        "/base_action of 1 files has no place in the dataset and is left out.",
+        "/base_action of 1 file has no place in the dataset and is left out.",
     )
 
 
@@ -434,7 +433,9 @@ def test_a_folder_without_a_score(tmp_path: Path, folder: str) -> None:
     save(tmp_path / "raw" / "score_5" / "episode_0.hdf5", episode())
     save(tmp_path / "raw" / folder / "episode_1.hdf5", episode())
     where = "raw" if folder == "." else f"raw/{folder}"
-    assert refused(tmp_path, scores=FromScores()).startswith(f"{where} has no score in its name;")
+    message = refused(tmp_path, scores=FromScores())
+    assert message.startswith(f"{where} has no score in its name;")
+    assert "--without-scores success" in message
 
 
 FIRST = "raw/episode_0.hdf5"
@@ -453,7 +454,7 @@ def without(key: str) -> Contents:
         (episode(pictures=5), f"{FIRST} has 5 pictures of cam_high for 6 actions; "),
         (episode() | {"observations/qpos": np.zeros((5, 14))}, f"{FIRST} has 5 of /observations/qpos for 6 actions; "),
         (episode() | {"action": np.zeros(6)}, f"{FIRST} has float64[6] for /action; "),
-        (episode(0), f"{FIRST} has float64[0, 14] for /action; "),
+        (episode(0), f"{FIRST} has no steps: "),
         (
             episode() | {"observations/qpos": np.where(np.arange(6)[:, None] == 4, np.nan, np.zeros((6, 14)))},
             f"{FIRST} has NaN or Inf in /observations/qpos at step 4; ",
@@ -537,6 +538,21 @@ def test_a_file_that_is_cut_off_or_none(tmp_path: Path) -> None:
 
 def test_no_readers(tmp_path: Path) -> None:
     assert refused(tmp_path, workers=0).startswith("workers is 0;")
+
+
+def test_an_empty_task_is_refused_before_any_work(tmp_path: Path, compressed: list[int]) -> None:
+    save(tmp_path / FIRST, episode())
+    assert refused(tmp_path, task=" ").startswith("task is empty;")
+    assert compressed == []
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_a_dataset_is_never_written_among_its_recordings(tmp_path: Path) -> None:
+    save(tmp_path / FIRST, episode())
+    for out in (tmp_path / "raw", tmp_path / "raw" / "out"):
+        with pytest.raises(UserError, match=r"is inside .*choose a place outside"):
+            convert_hdf5(tmp_path / "raw", out, fps=50, task="fold", scores="success")
+    assert [path.name for path in (tmp_path / "raw").iterdir()] == ["episode_0.hdf5"]
 
 
 def test_an_existing_dataset_is_not_touched(tmp_path: Path) -> None:

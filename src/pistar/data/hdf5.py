@@ -42,7 +42,8 @@ from pistar.data.hdf5_files import (
 )
 from pistar.data.lerobot_files import Frame
 from pistar.data.lerobot_writer import DatasetWriter, Layout
-from pistar.data.rewards import Ending, FromScores, score
+from pistar.data.rewards import SCORE, Ending, FromScores, score
+from pistar.data.words import counted
 from pistar.errors import UserError
 from pistar.types import Episode
 
@@ -56,7 +57,7 @@ NUMBERS = {
 OPTIONAL = ("observation.velocity", "observation.effort")
 IMAGE_COLUMN = "observation.images.{}"
 # No "observation." in front: LeRobot's policies would take these for inputs.
-NEW_IMAGE, CHUNK_START, SCORE = "is_new_image", "is_chunk_start", "score"
+NEW_IMAGE, CHUNK_START = "is_new_image", "is_chunk_start"
 LOCK, GROWING = "lock", "dataset"
 """Next to the kept pictures."""
 JOINTS = tuple(
@@ -95,8 +96,8 @@ def convert_hdf5(
     """Write all *.hdf5 and *.h5 below `folder`, in the order of their names, as one dataset, whole or not at all.
 
     `cameras`: None for all but those named depth. `scores`: success is a high score in the folder's name (score_5);
-    other episodes are written as ended without success, which `rewards.without_success` may still call time-outs, and
-    the score itself as column `score`. Or, for folders without scores, how all episodes ended: "success" for
+    other episodes are written as failures: done, without success, not truncated; and the score itself as column
+    `score`. Or, for folders without scores, how all episodes ended: "success" for
     demonstrations. `next.reward` is 1 for the last step of a success, 0 for all others. `workers` cameras are
     compressed side by side, None for as many as there are cores; memory holds what they have compressed. `progress`
     hears (episodes compressed, of how many), first of all how many an earlier run left.
@@ -114,8 +115,12 @@ def convert_hdf5(
     layout = layout or Layout()
     if fps < 1:
         raise UserError(f"fps is {fps}; frames need a positive rate.")
+    if not task.strip():
+        raise UserError("task is empty; say in words what the robot should do, for example 'fold the towel'.")
     paths = _find_files(folder)
-    rated = [None if isinstance(scores, str) else score(_below(folder, path)) for path in paths]  # before opening any
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{out} is inside {folder}, which is only read; choose a place outside.")
+    rated = [None if isinstance(scores, str) else _score(folder, path) for path in paths]  # before opening any
     files = [_look_through(path, cameras, given) for path, given in zip(paths, rated, strict=True)]
     _check_alike(files)
     for camera in files[0].cameras if layout.videos else ():
@@ -178,6 +183,16 @@ def _below(folder: Path, path: Path) -> str:
     return str(Path(folder.resolve().name) / path.parent.relative_to(folder))
 
 
+def _score(folder: Path, path: Path) -> int:
+    try:
+        return score(_below(folder, path))
+    except UserError:
+        raise UserError(
+            f"{_below(folder, path)} has no score in its name; put the episodes in folders named score_0, score_1 …, "
+            "or say how all of them ended: --without-scores success (in Python scores='success')."
+        ) from None
+
+
 def _look_through(path: Path, cameras: Sequence[str] | None, given: int | None) -> _File:
     with opened(path) as root:
         datasets = dataset_names(root)
@@ -190,7 +205,9 @@ def _look_through(path: Path, cameras: Sequence[str] | None, given: int | None) 
         shapes = {name: read_numbers(root, path, key).shape[1:] for name, key in present.items()}
         there = [key.removeprefix(f"{IMAGES}/") for key in datasets if key.startswith(f"{IMAGES}/")]
         if cameras is None and not there:
-            raise UserError(f"{path} has no /{IMAGES}; for a dataset without pictures say so with cameras=().")
+            raise UserError(
+                f"{path} has no /{IMAGES}; for a dataset without pictures call convert_hdf5(…, cameras=()) in Python."
+            )
         wanted = [name for name in there if "depth" not in name] if cameras is None else list(cameras)
         steps = image_steps(root, path)
         for camera in wanted:
@@ -227,7 +244,8 @@ def _check_alike(files: Sequence[_File]) -> None:
                 continue
             raise UserError(
                 f"{file.path} has {here or 'nothing'} for {name}, {first.path} {there or 'nothing'}; all episodes of a "
-                "dataset must come from one robot: convert them apart, or name the cameras they share."
+                "dataset must come from one robot: convert them apart (or, in Python, name the cameras they share in "
+                "convert_hdf5's `cameras`)."
             )
 
 
@@ -235,13 +253,14 @@ def _notes(files: Sequence[_File], columns: Sequence[str]) -> Iterator[str]:
     unseen = [file for file in files if file.unseen]
     if unseen:
         steps = sum(file.unseen for file in unseen)
-        yield f"{steps} steps of {len(unseen)} episodes were before the first picture and are left out."
+        whose = f"{counted(steps, 'step')} of {counted(len(unseen), 'episode')}"
+        yield f"{whose} came before the first picture and {'is' if steps == 1 else 'are'} left out."
     for name in OPTIONAL:
         having = sum(name in file.shapes for file in files)
         if having and name not in columns:
-            yield f"/{NUMBERS[name]} is in {having} of {len(files)} files only, and left out."
+            yield f"/{NUMBERS[name]} is in {having} of {counted(len(files), 'file')} only, and left out."
     for key, count in collections.Counter(key for file in files for key in file.left_out).items():
-        yield f"/{key} of {count} files has no place in the dataset and is left out."
+        yield f"/{key} of {counted(count, 'file')} has no place in the dataset and is left out."
 
 
 # Pictures, compressed and kept

@@ -42,6 +42,8 @@ def dataset_names(root: Any) -> list[str]:  # noqa: ANN401  # h5py is untyped
 def read_numbers(root: Any, path: Path, key: str) -> Float[np.ndarray, "t d"]:  # noqa: ANN401
     """One vector a step."""
     values = np.asarray(root[key][()])
+    if key == "action" and not len(values):
+        raise UserError(f"{path} has no steps: its /action is empty; leave the file out.")
     if values.ndim != 2 or values.dtype.kind not in "iuf" or not values.size:
         raise UserError(
             f"{path} has {values.dtype}{list(values.shape)} for /{key}; it is one vector of numbers a step."
@@ -102,11 +104,11 @@ def read_pictures(stored: Any, path: Path, camera: str) -> Iterator[Frame]:  # n
     if stored.ndim == 4:
         if stored.dtype != np.uint8 or stored.shape[-1] != 3:
             raise UserError(
-                f"{path} has {kind} for {camera}; pictures are uint8 [t, h, w, 3] or JPEG: leave this camera out with "
-                "cameras=."
+                f"{path} has {kind} for {camera}; pictures are uint8 [t, h, w, 3] or JPEG: leave this camera out "
+                "(in Python, with convert_hdf5's `cameras`)."
             )
     elif stored.ndim not in (1, 2) or stored.dtype.kind not in "uOSV":
-        raise UserError(f"{path} has {kind} for {camera}; leave it out with cameras=.")
+        raise UserError(f"{path} has {kind} for {camera}; leave it out (in Python, with convert_hdf5's `cameras`).")
     shape: tuple[int, ...] | None = None
     for i, content in enumerate(_blockwise(stored)):
         picture = content if stored.ndim == 4 else _decode(content, f"Frame {i} of {camera} in {path}")
