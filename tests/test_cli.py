@@ -6,6 +6,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -34,7 +35,7 @@ def test_verify_fails_with_the_reason(openpi_goldens: Path, capsys: pytest.Captu
     assert out.count("✗") == 2
     assert err == (
         f"error: {path}: the model type is pi05, not the pi0 that was asked for; "
-        "bring another checkpoint or ask for pi05. (and 1 more above)\n"
+        "bring another checkpoint or ask for pi05 (and 1 more above).\n"
     )
 
 
@@ -101,7 +102,7 @@ def test_data_convert_tells_what_it_wrote(tmp_path: Path, capsys: pytest.Capture
         file["observations/qpos"] = np.zeros((4, 14), np.float32)
         file["observations/images/cam_high"] = np.zeros((4, 32, 32, 3), np.uint8)
     cli.main(["data", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--task", "wave"])
-    assert "1 episodes, 4 frames, 1 successes" in capsys.readouterr().out
+    assert "1 episode, 4 frames, 1 success." in capsys.readouterr().out
     assert open_dataset(tmp_path / "out").total_frames == 4
 
 
@@ -141,7 +142,7 @@ LEROBOT = Path(__file__).parent / "fixtures" / "lerobot"
 
 def test_data_check_of_a_sound_dataset_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["data", "check", str(LEROBOT / "lerobot_v30")])
-    assert capsys.readouterr().out == "12 episodes: 12 sound, 0 broken; 0 errors, 0 warnings.\n"
+    assert capsys.readouterr().out == "12 episodes: 12 sound, 0 mendable, 0 lost; 0 errors, 0 warnings.\n"
 
 
 @pytest.fixture
@@ -166,10 +167,11 @@ def test_data_check_lists_what_is_wrong_and_fails_with_one_line(
         cli.main(["data", "check", str(broken)])
     out, err = capsys.readouterr()
     assert out.count("✗") == 3
-    assert "12 episodes: 10 sound, 2 broken; 3 errors, 0 warnings." in out
+    assert (out.count("mends"), out.count("leaves out")) == (2, 1)
+    assert "12 episodes: 10 sound, 1 mendable, 1 lost; 3 errors, 0 warnings." in out
     assert err == (
         f"error: {broken}: meta/info.json says total_frames 851 but meta/ lists 850; copy or download the dataset "
-        "again. (and 2 more above); write a copy of what can be kept with --fix OUT.\n"
+        "again (and 2 more above); write a copy of what can be kept with --fix OUT.\n"
     )
 
 
@@ -179,7 +181,7 @@ def test_data_check_with_only_warnings_succeeds(tmp_path: Path, capsys: pytest.C
     cli.main(["data", "check", str(root)])
     out = capsys.readouterr().out
     assert "! │ all" in out
-    assert "0 errors, 1 warnings" in out
+    assert "0 errors, 1 warning." in out
 
 
 def test_data_check_fix_tells_what_it_left_out_and_mended(
@@ -189,10 +191,10 @@ def test_data_check_fix_tells_what_it_left_out_and_mended(
     cli.main(["data", "check", str(broken), "--fix", str(out)])
     told = capsys.readouterr().out
     assert f"Wrote {out}: 11 episodes; videos copied byte for byte." in told
-    assert "Left out: episodes 3." in told
+    assert "Left out: episode 3." in told
     assert "Mended: rows and episodes numbered anew; statistics computed anew." in told
     cli.main(["data", "check", str(out), "--frames"])
-    assert "11 episodes: 11 sound, 0 broken; 0 errors, 0 warnings." in capsys.readouterr().out
+    assert "11 episodes: 11 sound, 0 mendable, 0 lost; 0 errors, 0 warnings." in capsys.readouterr().out
 
 
 def test_data_check_refuses_to_write_over_anything(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +203,56 @@ def test_data_check_refuses_to_write_over_anything(broken: Path, capsys: pytest.
             cli.main(["data", "check", str(broken), "--fix", str(place)])
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
+        assert reason in err
+
+
+def test_data_check_tells_what_episodes_share_once_and_cuts_no_name(
+    broken: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shutil.rmtree(broken / "data")
+    (broken / "data/chunk-000").mkdir(parents=True)
+    for name in ("episodes_stats.jsonl", "tasks.jsonl"):
+        (broken / "meta" / name).write_text("")
+    (broken / "meta" / "info.json").write_text(
+        (broken / "meta" / "info.json").read_text().replace("episode_{episode_index:06d}.parquet", "one.parquet")
+    )
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["data", "check", str(broken)])
+    out, err = capsys.readouterr()
+    assert out.count("0–11") == 1
+    assert "…" not in out
+    assert "12 episodes: 0 sound, 0 mendable, 12 lost; " in out
+    assert "--fix" not in err
+
+
+@pytest.mark.parametrize("args", [["data"], ["data", "--help"], ["data", "-h"]])
+def test_data_alone_lists_its_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    assert end.value.code == (2 if len(args) == 1 else 0)
+    out = capsys.readouterr().out
+    assert all(f"data {name}" in out for name in ("stats", "convert", "check", "show"))
+
+
+def test_help_names_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["data", "show", "--help"])
+    assert "DATASET EPISODE" in capsys.readouterr().out
+
+
+def test_data_check_refuses_a_read_only_place_before_the_work(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for out, reason in (
+        (tmp_path / "new" / "clean", f"{tmp_path} is read-only; check its permissions"),
+        (broken / "meta/info.json/clean", "is inside"),
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            cli.main(["data", "check", str(broken), "--fix", str(out)])
+        told, err = capsys.readouterr()
+        assert told == ""
         assert reason in err
 
 
@@ -221,6 +273,36 @@ def test_data_show_needs_only_the_episodes_own_files(broken: Path, tmp_path: Pat
     path.write_text(path.read_text().replace("851", "850"))
     cli.main(["data", "show", str(broken), "5", "--columns", "2", "--out", str(tmp_path / "5.png")])
     assert (tmp_path / "5.png").exists()
+
+
+def test_data_show_draws_what_there_is_of_a_broken_episode(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video = broken / "videos/chunk-000/observation.images.cam_left_wrist/episode_000003.mp4"
+    if video.exists():
+        video.write_bytes(b"no video")
+    cli.main(["data", "show", str(broken), "3", "--columns", "2", "--out", str(tmp_path / "3.png")])
+    err = " ".join(capsys.readouterr().err.split())
+    assert "note: observation.images.cam_high: 2 of the 2 pictures looked for cannot be shown (" in err
+    assert "total_frames 851" in err
+    assert (tmp_path / "3.png").exists()
+
+
+def test_data_show_says_when_rows_or_actions_are_missing(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = broken / "data/chunk-000/episode_000005.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, 10), path)
+    args = ["data", "show", str(broken), "5", "--columns", "2", "--out", str(tmp_path / "5.png")]
+    cli.main(args)
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"has 10 rows of it, meta/ says {len(table)}." in err
+    assert "There are no actions." not in err
+    for change in (lambda: pq.write_table(table.drop_columns(["action"]), path), path.unlink):
+        change()
+        cli.main(args)
+        assert "note: There are no actions." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

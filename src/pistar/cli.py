@@ -13,11 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pistar.data.words import counted, numbered, ranges
 from pistar.errors import UserError
+
+Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+Dataset = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")]
 
 
 def verify(
-    checkpoint: Annotated[Path, tyro.conf.Positional],
+    checkpoint: Checkpoint,
     /,
     model_type: Literal["pi0", "pi05"] | None = None,
     action_dim: int | None = None,
@@ -45,7 +49,8 @@ def verify(
             tokenizer=tokenizer,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    facts, checks = Table(title=Text(str(checkpoint)), show_header=False), Table(show_header=False)
+    facts = _table("", "", title=Text(str(checkpoint)), show_header=False)
+    checks = _table("", "", "", show_header=False)
     for name, value in report.facts.items():
         facts.add_row(name, Text(value))
     for check in report.checks:
@@ -53,13 +58,12 @@ def verify(
         checks.add_row(mark, check.name, Text("\n".join(check.problems) or check.detail))
     Console().print(facts, checks)
     if report.problems:
-        more = f" (and {len(report.problems) - 1} more above)" if len(report.problems) > 1 else ""
-        raise UserError(f"{checkpoint}: {report.problems[0]}{more}")
+        raise UserError(f"{checkpoint}: {_and_more(report.problems[0], len(report.problems) - 1)}.")
     Console().print("Whole and sound.")
 
 
 def demo(
-    checkpoint: Annotated[Path, tyro.conf.Positional],
+    checkpoint: Checkpoint,
     /,
     robot: str | None = None,
     tokenizer: str | None = None,
@@ -98,7 +102,7 @@ def presets() -> None:
     """List the named model configurations."""
     from pistar.presets import MODELS
 
-    table = Table("name", "model", "vlm", "action expert", "vision", "pixels", "actions")
+    table = _table("name", "model", "vlm", "action expert", "vision", "pixels", "actions")
     for name, config in MODELS.items():
         experts = [
             f"{gemma.width} × {gemma.depth}" + (f", LoRA {gemma.lora.rank}" if gemma.lora else "")
@@ -156,7 +160,7 @@ def train(args: Sequence[str]) -> None:
 
 
 def data_stats(
-    dataset: Annotated[str, tyro.conf.Positional],
+    dataset: Dataset,
     /,
     robot: str,
     out: Path,
@@ -178,7 +182,8 @@ def data_stats(
     opened = open_dataset(dataset)
     with Console(stderr=True).status("reading number columns"):
         stats = compute_norm_stats(opened, find_robot(robot), horizon)
-    table = Table("", "dim", "mean", "std", "q01", "q99", title=Text(f"{dataset}: {len(opened.episodes)} episodes"))
+    title = f"{dataset}: {counted(len(opened.episodes), 'episode')}"
+    table = _table("", "dim", "mean", "std", "q01", "q99", title=Text(title))
     for name, entry in stats.items():
         columns = [entry.mean, entry.std, entry.q01, entry.q99]
         for dim in range(len(entry.mean)):
@@ -194,13 +199,13 @@ def data_stats(
 
 
 def data_convert(
-    folder: Annotated[Path, tyro.conf.Positional],
-    out: Annotated[Path, tyro.conf.Positional],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     /,
     task: str,
     fps: int = 50,
     without_scores: Literal["success", "failure", "timeout"] | None = None,
-    workers: int | None = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
 ) -> None:
     """Convert a folder of ALOHA HDF5 episodes to a LeRobot v3.0 dataset. Interrupted, the same command goes on.
 
@@ -238,14 +243,15 @@ def data_convert(
         )
     for note in done.notes:
         console.print(f"note: {note}", markup=False)
-    told = f"{done.episodes} episodes, {done.frames} frames, {done.successes} successes"
+    told = f"{counted(done.episodes, 'episode')}, {counted(done.frames, 'frame')}, "
+    told += "1 success" if done.successes == 1 else f"{done.successes} successes"
     Console(soft_wrap=True, highlight=False).print(f"Wrote {done.path}: {told}.", markup=False)
 
 
 def data_check(
-    dataset: Annotated[str, tyro.conf.Positional],
+    dataset: Dataset,
     /,
-    fix: Path | None = None,
+    fix: Annotated[Path | None, tyro.conf.arg(metavar="OUT")] = None,
     frames: bool = False,
 ) -> None:
     """List a LeRobot dataset's broken episodes; exit code 1 if there are any.
@@ -258,6 +264,7 @@ def data_check(
     from rich.progress import Progress
 
     from pistar.data.check import check_dataset, clean_copy
+    from pistar.data.findings import grouped
     from pistar.data.lerobot import find_dataset
     from pistar.data.lerobot_copy import require_new
 
@@ -271,36 +278,56 @@ def data_check(
             bar.update(task, description=what, completed=done, total=total)
 
         report = check_dataset(dataset, frames=frames, progress=progress)
-        if report.findings:
-            table = Table("", "episode", "kind", "what is wrong", title=Text(str(report.dataset.root)))
-            for finding in report.findings:
+        groups = grouped(report.findings)
+        if groups:
+            table = _table("", "episode", "kind", "what is wrong", "--fix", title=Text(str(report.dataset.root)))
+            for finding, episodes in groups:
                 mark = Text("✗", "red") if finding.severity == "error" else Text("!", "yellow")
-                episode = "all" if finding.episode is None else str(finding.episode)
-                table.add_row(mark, episode, finding.kind, Text(finding.what))
+                done = "mends" if finding.mend is not None else "leaves out" if finding.severity == "error" else ""
+                if finding.mend is None and finding.severity == "error" and not episodes:
+                    done = "cannot"
+                table.add_row(mark, ranges(episodes) or "all", finding.kind, Text(finding.what), done)
             Console().print(table)
-        total, sound = len(report.dataset.episodes), len(report.sound)
-        counts = f"{len(report.errors)} errors, {len(report.warnings)} warnings"
-        console.print(f"{total} episodes: {sound} sound, {total - sound} broken; {counts}.", markup=False)
+        states = f"{len(report.sound)} sound, {len(report.mendable)} mendable, {len(report.dropped)} lost"
+        counts = f"{counted(len(report.errors), 'error')}, {counted(len(report.warnings), 'warning')}"
+        console.print(f"{counted(len(report.dataset.episodes), 'episode')}: {states}; {counts}.", markup=False)
         if fix is not None:
             clean_copy(report, fix, progress=progress)
     if fix is not None:
-        dropped = ", ".join(str(index) for index in report.dropped)
+        left_out = numbered(report.dropped, "episode") if report.dropped else "nothing"
         mended = "; ".join(what if count == 1 else f"{what} ({count} times)" for what, count in report.mended.items())
-        console.print(f"Wrote {fix}: {len(report.kept)} episodes; videos copied byte for byte.", markup=False)
-        console.print(f"Left out: episodes {dropped}." if dropped else "Left out: nothing.", markup=False)
+        kept = counted(len(report.kept), "episode")
+        console.print(f"Wrote {fix}: {kept}; videos copied byte for byte.", markup=False)
+        console.print(f"Left out: {left_out}.", markup=False)
         console.print(f"Mended: {mended or 'nothing'}.", markup=False)
     elif report.errors:
-        first, more = report.errors[0], len(report.errors) - 1
-        where = "" if first.episode is None else f"episode {first.episode}: "
-        raise UserError(
-            f"{dataset}: {where}{first.what}{f' (and {more} more above)' if more else ''}; "
-            "write a copy of what can be kept with --fix OUT."
-        )
+        errors_only = grouped(report.errors)
+        first, episodes = errors_only[0]
+        where = f"{numbered(episodes, 'episode')}: " if episodes else ""
+        remedy = "no episode can be kept: record or copy the dataset again."
+        if report.can_be_copied:
+            remedy = "write a copy of what can be kept with --fix OUT."
+        elif report.kept:
+            remedy = "--fix cannot mend that."
+        raise UserError(f"{dataset}: {where}{_and_more(first.what, len(errors_only) - 1)}; {remedy}")
+
+
+def _and_more(problem: str, more: int) -> str:
+    """The first of several problems, to go on writing after."""
+    return problem.rstrip(".") + (f" (and {more} more above)" if more else "")
+
+
+def _table(*names: str, title: Text | None = None, show_header: bool = True) -> Table:
+    """Of columns that break long words rather than cut them off."""
+    table = Table(title=title, show_header=show_header)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def data_show(
-    dataset: Annotated[str, tyro.conf.Positional],
-    episode: Annotated[int, tyro.conf.Positional],
+    dataset: Dataset,
+    episode: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="EPISODE")],
     /,
     out: Path = Path("episode.png"),
     columns: int = 8,
@@ -313,39 +340,33 @@ def data_show(
         out: The PNG to write.
         columns: Pictures of each camera, evenly spaced in time.
     """
-    import numpy as np
-
-    from pistar.data.check_numbers import is_action, state_column
-    from pistar.data.lerobot import open_dataset
-    from pistar.data.lerobot_rows import episode_columns
+    from pistar.data.episode_view import view_episode
     from pistar.report.contact_sheet import Outcome, Signal, contact_sheet
 
     if columns < 1:
         raise UserError(f"--columns is {columns}; show at least 1 picture (try 8).")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out is {out}; it is a PNG: give it a name that ends in .png.")
-    opened = open_dataset(dataset, check_rows=False)  # broken ones are those one wants to see
-    info = opened.episode(episode)
-    numbers = {name: values.reshape(len(values), -1) for name, values in episode_columns(opened, info).items()}
-    frames = np.unique(np.linspace(0, info.length - 1, columns).round().astype(int)).tolist()
-    cameras = [name for name in opened.cameras if not opened.features[name].info.get("video.is_depth_map")]
-    state = state_column(list(numbers))
-    shown = [name for name in numbers if is_action(name)] + ([state] if state is not None else [])
+    view = view_episode(dataset, episode, columns)
+    length, fps = view.info.length, view.dataset.fps
     outcome = {
-        key: numbers[name][:, 0]
+        key: view.numbers[name][:, 0]
         for key, name in (("rewards", "next.reward"), ("done", "next.done"), ("success", "next.success"))
-        if name in numbers
+        if name in view.numbers
     }
     sheet = contact_sheet(
-        title=", ".join(info.tasks) or "(no task)",
-        subtitle=f"episode {episode} of {opened.root.name}: {info.length} frames at {opened.fps:g} fps, "
-        f"{info.length / opened.fps:.2f} s",
-        fps=opened.fps,
-        frames=frames,
-        pictures={name: [next(opened.decode(episode, name, i, i + 1)) for i in frames] for name in cameras},
-        signals={name: Signal(numbers[name], opened.features[name].dimension_names) for name in shown},
+        title=", ".join(view.info.tasks) or "(no task)",
+        subtitle=f"episode {episode} of {view.dataset.root.name}: {counted(length, 'frame')} at {fps:g} fps, "
+        f"{length / fps:.2f} s",
+        fps=fps,
+        frames=view.frames,
+        pictures=view.pictures,
+        signals={name: Signal(view.numbers[name], names) for name, names in view.signals.items()},
         outcome=Outcome(**outcome),
+        notes=view.notes,
     )
+    for note in view.notes:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {note}", markup=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out)
     Console(soft_wrap=True, highlight=False).print(f"Wrote {out}", markup=False)
@@ -362,10 +383,21 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
+def _data_help() -> None:
+    table = Table(box=None, show_header=False)
+    for name, command in COMMANDS.items():
+        if name.startswith("data "):
+            table.add_row(f"  {name}", (command.__doc__ or "").splitlines()[0])
+    Console(highlight=False).print("usage: pistar data COMMAND …; each has a --help.\n", table)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command. A mistake of the user's is one line on stderr and exit code 1."""
     args = sys.argv[1:] if args is None else args
-    if args[:1] == ["data"] and len(args) > 1:
+    if list(args[:1]) == ["data"]:
+        if len(args) == 1 or args[1] in ("-h", "--help"):
+            _data_help()
+            sys.exit(0 if len(args) > 1 else 2)
         args = [" ".join(args[:2]), *args[2:]]  # one command in two words
     if list(args) == ["--version"]:
         Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)

@@ -59,6 +59,21 @@ def test_a_tall_picture_does_not_fill_the_sheet() -> None:
     assert np.ptp(rows) < 300
 
 
+def test_a_missing_picture_is_a_grey_tile_of_the_others_size() -> None:
+    drawn = sheet(pictures={"high": [plain(RED), None]})
+    red = where(drawn, RED)
+    grey = where(drawn[red[0].min() :, red[1].max() + 1 :], (176, 176, 176))  # without smoothed writing
+    assert [np.ptp(axis) for axis in grey] == [np.ptp(axis) for axis in red]
+    assert len(where(sheet(pictures={"high": [None, None]}), (176, 176, 176))[0]) > 1000
+
+
+def test_notes_are_drawn_above_the_pictures() -> None:
+    drawn = sheet(notes=["There are no actions."], pictures={"high": [plain(RED), plain(RED)]})
+    note = where(drawn, (213, 94, 0))[0]
+    assert len(note)
+    assert note.max() < where(drawn, RED)[0].min()
+
+
 def test_every_dimension_has_a_line_and_a_name() -> None:
     values = np.linspace(0, 1, 20)[:, None] + np.arange(3)
     drawn = sheet(signals={"action": Signal(values, ["waist", "elbow", "gripper"])})

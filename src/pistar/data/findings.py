@@ -51,6 +51,16 @@ class Report:
         return [episode.index for episode in self.dataset.episodes if episode.index not in broken]
 
     @property
+    def mendable(self) -> list[int]:
+        """Episodes with errors that a cleaned copy mends, all of them."""
+        return sorted(set(self.kept) - set(self.sound))
+
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether a cleaned copy would have anything in it."""
+        return bool(self.kept) and None not in unmendable(self.findings)
+
+    @property
     def kept(self) -> list[int]:
         """Episodes a cleaned copy can have: the sound ones, and those whose errors it mends."""
         broken = unmendable(self.findings)
@@ -67,6 +77,16 @@ class Report:
         """What a cleaned copy mends in the episodes it keeps, and how often."""
         places = {None, *self.kept}
         return collections.Counter(f.mend for f in self.findings if f.mend is not None and f.episode in places)
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
+    """What is the same in several episodes, once, with all of them; no episodes: the whole dataset."""
+    groups: dict[Finding, list[int]] = {}
+    for finding in findings:
+        episodes = groups.setdefault(dataclasses.replace(finding, episode=None), [])
+        if finding.episode is not None and finding.episode not in episodes:
+            episodes.append(finding.episode)
+    return list(groups.items())
 
 
 def unmendable(findings: Iterable[Finding]) -> set[int | None]:

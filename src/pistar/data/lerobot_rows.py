@@ -39,7 +39,10 @@ def episode_table(table: Any, dataset: Dataset, episode: EpisodeInfo) -> tuple[A
 
 
 def episode_columns(dataset: Dataset, episode: EpisodeInfo) -> dict[str, np.ndarray]:
-    """All of an episode's columns of numbers, `[t, ...]`; no other episode's file is opened."""
+    """All of an episode's columns of numbers, `[t, ...]`; no other episode's file is opened.
+
+    As many rows as there are, which in a broken episode is not its length.
+    """
     names = [name for name, feature in dataset.features.items() if not feature.is_camera]
     table, _ = episode_table(read_table(episode.data_file, names), dataset, episode)
     columns = {
@@ -47,11 +50,6 @@ def episode_columns(dataset: Dataset, episode: EpisodeInfo) -> dict[str, np.ndar
         for name in names
         if name in table.column_names
     }
-    if any(len(values) != episode.length for values in columns.values()):
-        raise UserError(
-            f"{episode.data_file} has {len(table)} rows of episode {episode.index}, meta/ says {episode.length}; "
-            "`pistar data check` tells what else is wrong."
-        )
     return {name: values for name, values in columns.items() if values.dtype.kind in "biuf"}
 
 

@@ -21,6 +21,7 @@ _PLOT, _STRIP, _LEGEND, _AXIS = 150, 64, 22, 56
 _FINE = 3
 """Lines are drawn this many times larger and shrunk, because Pillow does not smooth them."""
 _INK, _FAINT, _RULE, _SUCCESS, _FAILURE = "#222222", "#777777", "#dddddd", "#009e73", "#d55e00"
+_GREY = "#b0b0b0"
 _FONTS = ("NotoSansCJK-Regular.ttc", "NotoSans-Regular.ttf", "DejaVuSans.ttf", "Arial Unicode.ttf")
 """For writing that Pillow's own font has no letters for, if the system has one of these."""
 
@@ -49,15 +50,17 @@ def contact_sheet(
     subtitle: str,
     fps: float,
     frames: Sequence[int],
-    pictures: Mapping[str, Sequence[UInt8[np.ndarray, "h w 3"]]],
+    pictures: Mapping[str, Sequence[UInt8[np.ndarray, "h w 3"] | None]],
     signals: Mapping[str, Signal],
     outcome: Outcome,
+    notes: Sequence[str] = (),
 ) -> Image.Image:
     """A row of pictures for each camera, those of `frames`; below it signals, a plot for every few dimensions.
 
-    All plots share one time axis, with a mark where each picture was taken.
+    All plots share one time axis, with a mark where each picture was taken. A picture of None is a grey tile that says
+    so. `notes` are what is wrong with the episode, drawn at the top.
     """
-    length = max((len(signal.values) for signal in signals.values()), default=max(frames, default=0) + 1)
+    length = max([max(frames, default=0) + 1, *(len(signal.values) for signal in signals.values())])
     seconds = [frame / fps for frame in frames]
     sheet = Image.new("RGB", (WIDTH, 20_000), "white")
     draw = ImageDraw.Draw(sheet)
@@ -66,7 +69,11 @@ def contact_sheet(
         _text(draw, (MARGIN, y), line, 26)
         y += 34
     _text(draw, (MARGIN, y), subtitle, 16, _FAINT)
-    y += 36
+    y += 24
+    for line in (line for note in notes for line in _wrapped(draw, note, 16)):
+        _text(draw, (MARGIN, y), line, 16, _FAILURE)
+        y += 22
+    y += 12
     y = _pictures(sheet, draw, y, seconds, pictures)
     span = (length - 1) / fps
     y = _outcome(sheet, draw, y, span, seconds, outcome)
@@ -76,7 +83,7 @@ def contact_sheet(
 
 def _pictures(
     sheet: Image.Image, draw: ImageDraw.ImageDraw, y: int, seconds: Sequence[float],
-    pictures: Mapping[str, Sequence[np.ndarray]],
+    pictures: Mapping[str, Sequence[np.ndarray | None]],
 ) -> int:  # fmt: skip
     if not pictures or not seconds:
         return y
@@ -88,11 +95,19 @@ def _pictures(
     for camera, row in pictures.items():
         _text(draw, (MARGIN, y), camera, 14)
         y += 22
-        shrink = [min(cell / picture.shape[1], _TALLEST / picture.shape[0]) for picture in row]
-        for left, picture, scale in zip(lefts, row, shrink, strict=True):
-            size = (max(1, round(scale * picture.shape[1])), max(1, round(scale * picture.shape[0])))
-            sheet.paste(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS), (left, y))
-        y += max(round(scale * picture.shape[0]) for picture, scale in zip(row, shrink, strict=True)) + 2 * GAP
+        usual = next((picture.shape[:2] for picture in row if picture is not None), (3, 4))
+        bottom = y
+        for left, picture in zip(lefts, row, strict=True):
+            height, width = usual if picture is None else picture.shape[:2]
+            scale = min(cell / width, _TALLEST / height)
+            size = (max(1, round(scale * width)), max(1, round(scale * height)))
+            if picture is None:
+                draw.rectangle((left, y, left + size[0] - 1, y + size[1] - 1), _GREY)
+                _text(draw, (left + GAP, y + size[1] // 2 - GAP), "no frame", 14)
+            else:
+                sheet.paste(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS), (left, y))
+            bottom = max(bottom, y + size[1])
+        y = bottom + 2 * GAP
     return y + GAP
 
 
