@@ -279,11 +279,12 @@ def test_data_show_draws_what_there_is_of_a_broken_episode(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     video = broken / "videos/chunk-000/observation.images.cam_left_wrist/episode_000003.mp4"
-    if video.exists():
-        video.write_bytes(b"no video")
+    assert video.exists()
+    video.write_bytes(b"no video")
     cli.main(["data", "show", str(broken), "3", "--columns", "2", "--out", str(tmp_path / "3.png")])
     err = " ".join(capsys.readouterr().err.split())
     assert "note: observation.images.cam_high: 2 of the 2 pictures looked for cannot be shown (" in err
+    assert "note: observation.images.cam_left_wrist: 2 of the 2 pictures looked for cannot be shown (" in err
     assert "total_frames 851" in err
     assert (tmp_path / "3.png").exists()
 
