@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "report": {"types"},
     "training": {"agents", "models", "data", "types", "config", "tables", "errors"},
     "demo": {"training", "models", "data", "report", "errors"},
-    "cli": {"demo", "training", "data", "presets", "report", "errors"},
+    "cli": {"demo", "training", "data", "presets", "report", "config", "errors"},
 }
 """Every room, and the rooms it may look into besides itself."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pistar.data.words import counted, numbered, ranges
@@ -99,8 +99,9 @@ def demo(
 
 
 def presets() -> None:
-    """List the named model configurations."""
-    from pistar.presets import MODELS
+    """List the named models and training runs."""
+    from pistar.config import AcrlpdConfig
+    from pistar.presets import MODELS, PRESETS
 
     table = _table("name", "model", "vlm", "action expert", "vision", "pixels", "actions")
     for name, config in MODELS.items():
@@ -111,7 +112,16 @@ def presets() -> None:
         vision = f"{config.vision.width} × {config.vision.depth}"
         chunk = f"{config.action_horizon} × {config.action_dim}"
         table.add_row(name, config.model_type, *experts, vision, str(config.image_size), chunk)
-    Console().print(table)
+    runs = Table(Column("train", no_wrap=True), "robot", "model", "chunk", "critics", "N", "γ", "batch", "steps")
+    for name, run in PRESETS.items():
+        rl = run.algorithm if isinstance(run.algorithm, AcrlpdConfig) else None
+        critics = "" if rl is None else f"{rl.critic.ensemble} × {len(rl.critic.hidden)}·{rl.critic.hidden[0]}"
+        numbers = ("", "") if rl is None else (str(rl.candidates), f"{rl.gamma:g}")
+        chunk = str(run.model.action_horizon)
+        runs.add_row(
+            name, run.robot, run.model.model_type, chunk, critics, *numbers, str(run.batch_size), str(run.steps)
+        )
+    Console().print(table, runs)
 
 
 def train(args: Sequence[str]) -> None:

@@ -358,6 +358,7 @@ def test_bad_episodes_leave_nothing_behind(tmp_path: Path) -> None:
     refuse(path, "is 64×63; video needs even sizes", seeing(top=np.zeros((4, 63, 64, 3), np.uint8)))
     refuse(path, "action has 14 numbers but 2 names", good, names={"action": ["x", "y"]})
     refuse(path, "fps is 0", good, fps=0)
+    refuse(path, r"nothing has shape \(0,\) a step", seeing(nothing=np.zeros((4, 0), np.float32)))
 
 
 def test_layout_that_holds_nothing_is_refused() -> None:

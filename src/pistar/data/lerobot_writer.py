@@ -51,7 +51,7 @@ class Layout:
 
 
 def write_dataset(
-    path: Path,
+    path: str | Path,
     episodes: Iterable[Episode],
     *,
     fps: int,
@@ -62,11 +62,11 @@ def write_dataset(
 ) -> Path:
     """Write all episodes to a new folder, whole or not at all. See `DatasetWriter`."""
     with DatasetWriter(
-        path, fps=fps, robot_type=robot_type, columns=columns, names=names, layout=layout or Layout()
+        Path(path), fps=fps, robot_type=robot_type, columns=columns, names=names, layout=layout or Layout()
     ) as writer:
         for episode in episodes:
             writer.add(episode)
-    return path
+    return Path(path)
 
 
 class DatasetWriter:
@@ -93,11 +93,11 @@ class DatasetWriter:
         `names`: by column, what its numbers are called. `aside`: a folder to be made on the same disk, where the
         dataset grows; None for one next to it.
         """
-        if fps < 1:
-            raise UserError(f"fps is {fps}; frames need a positive rate.")
+        if fps != int(fps) or fps < 1:
+            raise UserError(f"fps is {fps}; LeRobot's rates are whole numbers of at least 1.")
         if path.exists():
             raise UserError(f"{path} exists already; datasets are never written over: choose another name.")
-        self._path, self._fps, self._robot_type, self._layout = path, fps, robot_type, layout
+        self._path, self._fps, self._robot_type, self._layout = path, int(fps), robot_type, layout
         self._columns, self._names = {"actions": "action", **(columns or {})}, names or {}
         # On the same disk, so that the last step is a rename.
         self._aside = aside or path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -190,6 +190,8 @@ class DatasetWriter:
                 raise UserError(f"{key} would be a second column {name!r}; map one of them elsewhere with columns=.")
             if len(values) not in (length, length + 1):
                 raise UserError(f"Episode {index} has {len(values)} of {key} for {length} actions; they must match.")
+            if 0 in values.shape[1:]:
+                raise UserError(f"{key} has shape {values.shape[1:]} a step, which holds nothing; leave it out.")
             is_camera = values.dtype == np.uint8 and values.ndim == 4 and values.shape[-1] == 3
             (cameras if is_camera else numbers)[name] = values[:length]
         last = np.arange(length) == length - 1
