@@ -169,12 +169,19 @@ def compare_rl(seconds: dict[str, float]) -> dict[str, float]:
     full = update_flops(dataclasses.replace(FULL, remat="none"))
     rematerialised = update_flops(FULL)
     print(f"{'one update':<34}{'imitation':>10}{'ACRLPD':>10}{'naive':>10}")
-    print(f"{'CPU seconds, small π₀':<34}" + "".join(f"{seconds[name]:>10.4f}" for name in full))
+    if seconds:
+        print(f"{'CPU seconds, small π₀':<34}" + "".join(f"{seconds[name]:>10.4f}" for name in full))
     print(f"{'TFLOP a sample, π₀':<34}" + "".join(f"{flops / 2e12:>10.3f}" for flops in full.values()))
     print(f"{'TFLOP a sample, π₀ rematerialised':<34}" + "".join(f"{f / 2e12:>10.3f}" for f in rematerialised.values()))
-    return {
-        "acrlpd_over_bc": round(seconds["acrlpd"] / seconds["bc"], 3),
-        "naive_over_shared": round(seconds["naive"] / seconds["acrlpd"], 3),
+    timed = (
+        {
+            "acrlpd_over_bc": round(seconds["acrlpd"] / seconds["bc"], 3),
+            "naive_over_shared": round(seconds["naive"] / seconds["acrlpd"], 3),
+        }
+        if seconds
+        else {}
+    )
+    return timed | {
         "flops_acrlpd_over_bc_full": full["acrlpd"] / full["bc"],
         "flops_naive_over_shared_full": full["naive"] / full["acrlpd"],
         "flops_acrlpd_over_bc_full_remat": rematerialised["acrlpd"] / rematerialised["bc"],
@@ -192,7 +199,11 @@ def main() -> None:
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="dots")
     parser.add_argument("--no-augment", action="store_true")
     parser.add_argument("--reference", help="another program's benchmark, run in turn with ours")
+    parser.add_argument("--count-only", action="store_true", help="FLOPs at full size, nothing compiled or timed")
     args = parser.parse_args()
+    if args.count_only:
+        print(json.dumps({"benchmark": "train_step", **compare_rl({})}))
+        return
 
     config = dataclasses.replace(
         MODELS[f"{args.model}_tiny"], vlm=DUMMY, expert=DUMMY, max_token_len=48, dtype=args.dtype, remat=args.remat

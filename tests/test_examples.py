@@ -36,16 +36,11 @@ def test_prefix_sharing_ends_in_a_json_line_and_keeps_its_promises() -> None:
     assert result["cost_n32_over_n1"] > 1
 
 
-def test_train_step_ends_in_a_json_line() -> None:
-    result = json.loads(
-        run("benchmarks/train_step.py", "--batch", "2", "--steps", "2", "--rounds", "1").splitlines()[-1]
-    )
-    assert result["cpu_s"] > 0
-    assert {"over_gradient_alone", "over_remat_full"} <= set(result)
+def test_train_step_counts_what_reinforcement_learning_adds() -> None:
+    """Compiling what it times takes minutes, which `make bench` has."""
+    result = json.loads(run("benchmarks/train_step.py", "--count-only").splitlines()[-1])
     assert result["flops_acrlpd_over_bc_full"] <= 1.6
     assert result["flops_naive_over_shared_full"] > 2
-    assert result["naive_over_shared"] > 1  # 1.8 when measured; two updates on a busy machine prove no more
-    assert result["acrlpd_over_bc"] > 1
 
 
 def test_loader_ends_in_a_json_line_and_is_far_ahead_of_random_access() -> None:

@@ -67,7 +67,7 @@ def test_yaml_replaces_what_it_names(tmp_path: Path) -> None:
     path.write_text("seed: 7\ndata:\n  success: {type: FromCsv, path: outcomes.csv}\nalgorithm: {gamma: 0.98}\n")
     debug = get_config("debug")
     config = load_config(path, debug)
-    assert config.data.success == FromCsv(Path("outcomes.csv"))
+    assert config.data.success == FromCsv("outcomes.csv")
     assert differences(debug, config) == {
         "algorithm.gamma": (0.99, 0.98),
         "data.success.type": ("FromColumn", "FromCsv"),
