@@ -13,7 +13,7 @@ segments and successes bad ones, and whoever wants a good policy has to tell the
 
 The policies: one small π₀ (no pictures, 17 numbers of state, chunks of 5 steps executed open loop), in π₀'s own code,
 trained by `FlowBC` on everything, on successes only, three times as long, and by `Acrlpd`. As many policy updates for
-each: ACRLPD's second half starts from the BC of its first. Settings were chosen on seed 0, which is not reported.
+each: ACRLPD begins with BC, and its first updates count. Settings were chosen on seed 0, which is not reported.
 Success is Meta-World's own flag within 200 steps, on 100 tasks no episode was collected on.
 """
 
@@ -24,6 +24,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import tempfile
 import time
 import warnings
@@ -87,11 +88,13 @@ class Budget:
     batch: int = 128
     updates: int = 3000
     """Of each policy; the baselines that train longer have three times as many."""
+    imitated: int = 1000
+    """Updates of ACRLPD's policy that are plain BC, before the critic is born; they count."""
     critic_warmup: int = 3000
     """Updates of the critic before the policy goes on; they do not touch the policy."""
 
 
-QUICK = Budget(episodes=4, tasks=4, batch=16, updates=10, critic_warmup=5)
+QUICK = Budget(episodes=4, tasks=4, batch=16, updates=10, imitated=5, critic_warmup=5)
 
 AGENT = AcrlpdConfig(
     horizon=CHUNK,
@@ -101,7 +104,7 @@ AGENT = AcrlpdConfig(
     candidates=4,
     flow_steps=4,
     critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
-    beta=0.5,
+    beta=0.35,
     weight_clip=30.0,
     awr_by="resample",
     bc_scale=0.0,
@@ -120,7 +123,7 @@ METHODS = {
 }
 ROWS = {
     **{name: title for name, title in METHODS.items() if name != "acrlpd"},
-    "start_best_of_4": "BC of the first half, best of 4 by the critic",
+    "start_best_of_4": "the BC that ACRLPD begins with, best of 4",
     "acrlpd_1": "ACRLPD, N = 1",
     "acrlpd_best_of_4": "ACRLPD, best of 4",
 }
@@ -248,20 +251,45 @@ def collect(seed: int, count: int) -> Recorded:
             states.append(observation[SEEN])
             actions.append(action)
             bad.append(spoilt)
-        rewards = np.zeros(len(actions), np.float32)
-        episodes.append(
-            Episode(
-                observations={"state": np.array(states, np.float32)},
-                actions=np.array(actions, np.float32),
-                rewards=rewards,  # the scheme below pays 1 for a success
-                terminated=success,
-                truncated=not success,
-                success=success,
-                task="",
-            )
-        )
+        episodes.append(episode_of(np.array(states, np.float32), np.array(actions, np.float32), success))
         all_bad.append(np.array(bad))
     return Recorded(episodes, all_bad)
+
+
+def episode_of(states: np.ndarray, actions: np.ndarray, success: bool) -> Episode:
+    """As our buffer takes it. Its rewards come from the scheme there."""
+    return Episode(
+        observations={"state": states},
+        actions=actions,
+        rewards=np.zeros(len(actions), np.float32),
+        terminated=success,
+        truncated=not success,
+        success=success,
+        task="",
+    )
+
+
+def collect_once(path: Path, seed: int, count: int) -> Recorded:
+    """From the file, where there is one; else collected and written there."""
+    if not path.exists():
+        made = collect(seed, count)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.npz")
+        np.savez_compressed(
+            aside,
+            states=np.concatenate([episode.observations["state"] for episode in made.episodes]),
+            actions=np.concatenate([episode.actions for episode in made.episodes]),
+            bad=np.concatenate(made.bad),
+            lengths=[len(episode.actions) for episode in made.episodes],
+            success=[episode.success for episode in made.episodes],
+        )
+        os.replace(aside, path)
+    with np.load(path) as found:
+        ends = np.cumsum(found["lengths"])[:-1]
+        actions, bad = np.split(found["actions"], ends), np.split(found["bad"], ends)
+        states = np.split(found["states"], ends + np.arange(1, len(ends) + 1))  # one more of these each
+        won = [bool(success) for success in found["success"]]
+    return Recorded([episode_of(*parts) for parts in zip(states, actions, won, strict=True)], bad)
 
 
 def inputs_for(episodes: Sequence[Episode]) -> ModelInputs:
@@ -298,14 +326,21 @@ def optimizer(peak: float, updates: int) -> optax.GradientTransformation:
     return make_optimizer(AdamWConfig(schedule=schedule))
 
 
+def tell(what: str, step: int, steps: int) -> None:
+    """A line of progress now and then, beside the results."""
+    if step % 500 == 0 or step == steps:
+        print(f"{what}: {step} of {steps} updates, {time.process_time():.0f} CPU s", file=sys.stderr, flush=True)
+
+
 def imitate(source: ChunkSource, updates: int, batch: int, seed: int) -> tuple[Params, Act]:
     """Behaviour cloning: the policy, and how it acts."""
     agent = FlowBC(MODEL, optimizer(POLICY_RATE, updates), augmentation=False)
     update = jax.jit(agent.update, donate_argnums=0)
     key = jax.random.key(seed)
     state = agent.init(jax.random.fold_in(key, 2**31))
-    for step, drawn in enumerate(Loader([Part(source)], batch, seed).policy_batches(0, updates)):
+    for step, drawn in enumerate(Loader([Part(source)], batch, seed).policy_batches(0, updates), 1):
         state, _ = update(state, drawn, jax.random.fold_in(key, step))
+        tell(f"seed {seed}, BC", step, updates)
     act = jax.jit(agent.act)
     return agent.policy_params(state), lambda seen, key: act(state, seen, key)
 
@@ -314,7 +349,7 @@ def reinforce(
     source: ChunkSource, budget: Budget, seed: int, start: Params, config: AcrlpdConfig
 ) -> Iterator[tuple[Acrlpd, AcrlpdState, dict[str, float]]]:
     """ACRLPD from a policy, twice: when the critic has learnt what that policy is worth, and at the end."""
-    warmup, updates = budget.critic_warmup, budget.updates - budget.updates // 2
+    warmup, updates = budget.critic_warmup, budget.updates - budget.imitated
     agent = Acrlpd(
         MODEL,
         dataclasses.replace(config, critic_warmup=warmup),
@@ -328,6 +363,7 @@ def reinforce(
     for step, drawn in enumerate(Loader([Part(source)], budget.batch, seed + 1000).batches(0, warmup + updates), 1):
         state, metrics = update(state, drawn, jax.random.fold_in(key, step))
         recent = [*recent[-19:], metrics]
+        tell(f"seed {seed}, ACRLPD", step, warmup + updates)
         if step in (warmup, warmup + updates):
             means = {name: float(np.mean([float(m[name]) for m in recent])) for name in metrics}
             yield agent, jax.tree.map(jnp.copy, state), {name: value for name, value in means.items() if value == value}
@@ -429,6 +465,10 @@ class Notes:
         found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
         return found
 
+    def data(self, seed: int, episodes: int) -> Recorded:
+        """A seed's episodes."""
+        return collect_once(self.folder / f"seed{seed}" / f"{episodes}_episodes.npz", seed, episodes)
+
     def keep(self, seed: int, method: str, found: Mapping[str, Any]) -> None:
         """Write down, whole or not at all."""
         path = self._path(seed, method)
@@ -444,9 +484,8 @@ class Notes:
 class World:
     """A seed's data and tasks, made when they are first needed."""
 
-    def __init__(self, seed: int, budget: Budget) -> None:
-        self.seed, self.budget = seed, budget
-        self.recorded = collect(seed, budget.episodes)
+    def __init__(self, seed: int, budget: Budget, recorded: Recorded) -> None:
+        self.seed, self.budget, self.recorded = seed, budget, recorded
         episodes = self.recorded.episodes
         self.inputs = inputs_for(episodes)
         self.source = source_of(episodes, self.inputs)
@@ -468,7 +507,7 @@ class World:
 
     def _run_acrlpd(self) -> dict[str, Any]:
         b = self.budget
-        start, _ = imitate(self.source, b.updates // 2, b.batch, self.seed)
+        start, _ = imitate(self.source, b.imitated, b.batch, self.seed)
         (agent, before, _), (_, after, metrics) = reinforce(self.source, b, self.seed, start, AGENT)
         return {
             "successes": {
@@ -548,7 +587,7 @@ def main() -> None:
             for method in args.only:
                 if notes.recall(seed, method) is not None:
                     continue
-                world = world or World(seed, budget)
+                world = world or World(seed, budget, notes.data(seed, budget.episodes))
                 since = time.process_time()
                 found = world.run(method)
                 found |= {"seconds": round(time.process_time() - since, 1), "demo_successes": len(world.won)}
