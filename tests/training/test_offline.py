@@ -202,6 +202,19 @@ def test_a_folder_that_holds_a_run_is_not_touched(finished: Path, cache: Path) -
         quietly(dataclasses.replace(config, exp_name="other"), resume=True)
 
 
+def test_what_is_refused_does_not_cost_the_run_that_is_there(finished: Path, tmp_path: Path, cache: Path) -> None:
+    shutil.copytree(finished, tmp_path / "debug")
+    config = small_run(tmp_path, cache, tokenizer="/nowhere")
+    with pytest.raises(UserError, match="tokenizer /nowhere"):
+        quietly(config, overwrite=True)
+    assert saved_steps(tmp_path / "debug" / "checkpoints") == [12]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="holds no run, so --overwrite will not delete it"):
+        quietly(small_run(tmp_path, cache, exp_name="mine"), overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
 def test_resuming_with_another_model_is_refused_and_with_other_rates_noted(
     finished: Path, tmp_path: Path, cache: Path
 ) -> None:

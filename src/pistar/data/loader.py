@@ -165,7 +165,7 @@ class Loader:
         return there
 
     def _sample(self, step: int, contents: Sequence[tuple[ChunkSource, float]], *, with_next: bool) -> "_Filling":
-        rng = _generator(self._seed, step)
+        rng = generator(self._seed, step)
         places = rng.permutation(self.batch_size)  # so that any part of a batch is mixed alike
         ends = _shares([weight for _, weight in contents], self.batch_size, float(rng.random()))
         size = self.batch_size // self._hosts
@@ -241,7 +241,8 @@ def _shares(weights: Sequence[float], count: int, offset: float) -> tuple[int, .
     return (*(int(end) for end in ends[:-1]), count)
 
 
-def _generator(seed: int, step: int) -> np.random.Generator:
+def generator(seed: int, step: int) -> np.random.Generator:
+    """Random numbers that depend on these two alone."""
     # As integers: numpy makes floats of large ones in a list, and of neighbours the same.
     return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
 
@@ -290,7 +291,7 @@ class _PoolSchedule:
 
     def _pass(self, number: int) -> tuple[list[np.ndarray], np.ndarray]:
         """The pools of one pass over all episodes, and at which of its steps each ends."""
-        order = _generator(self._seed, 2**63 + number).permutation(len(self._episodes))
+        order = generator(self._seed, 2**63 + number).permutation(len(self._episodes))
         groups = [order[i : i + self._size] for i in range(0, len(order), self._size)]
         windows = np.cumsum([int(self._counts[group].sum()) for group in groups])
         ends = np.round(windows / windows[-1] * self._pass_steps).astype(np.int64)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from pistar.agents.estimators import h_step_return
 from pistar.data.chunks import Windows
+from pistar.data.loader import generator
 from pistar.data.source import ChunkSource
 
 STREAM = 2**31 + 1
@@ -86,7 +87,7 @@ class Frames:
 
 def choose_frames(sources: Sequence[ChunkSource], gamma: float, frames: int, seed: int) -> Frames:
     """Up to so many, spread over episodes (as many successes as others, if there are) and over each one's time."""
-    rng = np.random.Generator(np.random.Philox(key=np.array([seed, STREAM], np.uint64)))
+    rng = generator(seed, STREAM)
     episodes = [(i, int(e)) for i, source in enumerate(sources) for e in source.episodes]
     reached = np.array([sources[i].success[e] for i, e in episodes])
     room = max(1, frames // FRAMES_PER_EPISODE)

@@ -41,11 +41,11 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Path | None:
-    """Run it to its last step. Returns the last checkpoint, or nothing after a dry run."""
+    """Run it to its last step. Returns the last checkpoint, or nothing where none was made."""
     use_compilation_cache()
     folder = config.folder
     start_from = None if dry_run else _claim_folder(config, console, resume=resume, overwrite=overwrite)
-    run = prepare(config, dry=dry_run)
+    run = prepare(config, dry=dry_run)  # what it refuses must not cost an old run
     describe(run, console)
     dispatch = make_dispatch(run)
     abstract = jax.eval_shape(lambda params: _first_state(run, params), param_shapes(config.model))
@@ -53,6 +53,8 @@ def train(
         _check_shapes(run, dispatch, abstract, console)
         return None
 
+    if overwrite and folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(folder / CONFIG_FILE, config)
     checkpoints = folder / "checkpoints"
@@ -104,8 +106,9 @@ def train(
         saver.close()
         log.close()
     if stop.requested:
-        console.print(f"Stopped on request at step {step}; saved. Go on with --resume.", highlight=False)
-    return checkpoints / str(step)
+        kept = "saved. Go on with --resume." if step else "there is nothing to save yet."
+        console.print(f"Stopped on request at step {step}; {kept}", highlight=False)
+    return checkpoints / str(step) if step else None
 
 
 # --- The step ---------------------------------------------------------------------------------------------------------
@@ -189,9 +192,10 @@ def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, over
                 f"{folder} is at step {steps[-1]} of {config.steps} already; raise --steps to train it further."
             )
         return steps[-1] if steps else None
-    if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    elif folder.exists() and any(folder.iterdir()):
+    held = folder.exists() and any(folder.iterdir())
+    if overwrite and held and not (folder / CONFIG_FILE).exists():
+        raise UserError(f"{folder} holds no run, so --overwrite will not delete it; choose another --exp-name.")
+    if held and not overwrite:
         raise UserError(
             f"{folder} holds a run{f' at step {steps[-1]}' if steps else ''}; go on with it by --resume, delete it by "
             "--overwrite, or choose another --exp-name."
