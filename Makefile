@@ -29,6 +29,7 @@ bench: setup
 	$(BIN)/python benchmarks/prefix_sharing.py
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/second_start.py
 
 # The versions everybody tests with. Without index addresses: whose they are is the machine's business.
 lock: setup

@@ -65,8 +65,8 @@ SEEN = np.r_[0:7, 18:25, 36:39]
 ROBOT = Robot(name="sawyer", action_dim=4, state_keys={"state": len(SEEN)}, cameras={CAMERA: None})
 MODEL = Pi0Config(
     pi05=False,
-    vlm=GemmaConfig(width=16, depth=2, mlp_dim=32, num_heads=1, num_kv_heads=1, head_dim=32),
-    expert=GemmaConfig(width=64, depth=2, mlp_dim=128, num_heads=1, num_kv_heads=1, head_dim=32),
+    vlm=GemmaConfig(width=16, depth=1, mlp_dim=32, num_heads=1, num_kv_heads=1, head_dim=32),
+    expert=GemmaConfig(width=128, depth=1, mlp_dim=256, num_heads=1, num_kv_heads=1, head_dim=32),
     vision=SiglipConfig(width=8, depth=1, mlp_dim=8, num_heads=1, patch_size=14),
     action_dim=len(SEEN),
     action_horizon=CHUNK,
@@ -75,7 +75,7 @@ MODEL = Pi0Config(
     image_size=14,
     cameras=(CAMERA,),
     dtype="float32",
-    remat="dots",
+    remat="none",
 )
 
 
@@ -86,9 +86,9 @@ class Budget:
     episodes: int = 200
     tasks: int = 100
     batch: int = 128
-    updates: int = 3000
+    updates: int = 6000
     """Of each policy; the baselines that train longer have three times as many."""
-    imitated: int = 1000
+    imitated: int = 2000
     """Updates of ACRLPD's policy that are plain BC, before the critic is born; they count."""
     critic_warmup: int = 3000
     """Updates of the critic before the policy goes on; they do not touch the policy."""
@@ -102,9 +102,9 @@ AGENT = AcrlpdConfig(
     gamma=0.98,
     tau=0.01,
     candidates=4,
-    flow_steps=4,
+    flow_steps=3,
     critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
-    beta=0.35,
+    beta=0.5,
     weight_clip=30.0,
     awr_by="resample",
     bc_scale=0.0,

@@ -1,6 +1,7 @@
 """A run so small that compiling it is most of the work, and a program that trains it."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -35,5 +36,5 @@ def small_run(runs: Path, cache: Path, **changes: object) -> RLTrainConfig:
 
 
 if __name__ == "__main__":
-    folders, resume = [Path(argument) for argument in sys.argv[1:3]], sys.argv[3:] == ["--resume"]
-    train(small_run(*folders), Console(stderr=True), resume=resume)
+    folders, changes = [Path(argument) for argument in sys.argv[1:3]], json.loads(sys.argv[3])
+    train(small_run(*folders, **changes), Console(stderr=True), resume=sys.argv[4:] == ["--resume"])

@@ -25,7 +25,7 @@ from pistar.agents.acrlpd import (
 )
 from pistar.agents.estimators import awr_weights, ema, h_step_return
 from pistar.agents.lessons import Lesson, awr_lesson, best_of_n_lesson, imitation_lesson, judge
-from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, SiglipConfig
+from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, LoraConfig, SiglipConfig
 from pistar.errors import UserError
 from pistar.models.critic import Critic, Seen
 from pistar.models.pi0 import Params, bind, draw_noise_and_time, init_params
@@ -510,6 +510,69 @@ def test_other_ways_update_everything(changes: dict[str, Any]) -> None:
     assert not same(done.states[0].policy.trained, done.states[1].policy.trained)
     assert all(not np.array_equal(p, done.states[1].critic[name]) for name, p in done.states[0].critic.items())
     assert all(np.isfinite(value) for value in done.metrics[0].values())
+
+
+@pytest.mark.xdist_group("acrlpd")
+def test_adapters_of_a_pi05_in_bfloat16_learn_and_the_rest_of_the_language_model_keeps_every_bit() -> None:
+    adapters = LoraConfig(rank=2, alpha=2.0)
+    model = dataclasses.replace(
+        MODEL,
+        pi05=True,
+        dtype="bfloat16",
+        vlm=dataclasses.replace(MODEL.vlm, lora=adapters),
+        expert=dataclasses.replace(MODEL.expert, lora=adapters),
+    )
+    agent = dataclasses.replace(agent_of(ema_decay=None, critic_warmup=1), model=model)
+    state = jax.jit(agent.init)(KEY)
+    update = jax.jit(agent.update)
+    after, _ = update(state, chunk_batch(), KEY)
+    after, metrics = update(after, chunk_batch(), KEY)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert same(after.policy.frozen, state.policy.frozen)
+    assert {str(p.dtype) for p in after.policy.frozen.values()} == {"bfloat16"}
+    learnt = [name for name in after.policy.trained if "lora_b" in name]
+    assert learnt
+    for name in learnt:
+        assert jnp.abs(after.policy.trained[name] - state.policy.trained[name]).max() > 0, name
+    assert all("llm" not in name or "lora" in name for name in after.policy.trained)
+
+
+@pytest.mark.xdist_group("acrlpd")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor": "bc", "bc_scale": 1.0, "augmentation": True},
+        {"actor": "best_of_n", "bc_scale": 0.3},
+        {"awr_by": "resample", "bc_scale": 0.3, "critic": CriticConfig(2, (8,), encoder="own", own_image_size=16)},
+        {"awr_by": "weight", "critic_warmup": 1, "target_ess": 0.9},
+    ],
+    ids=["bc, augmented", "best_of_n", "resample, own encoder", "weight, after a warm-up"],
+)
+def test_a_batch_in_two_parts_teaches_what_it_teaches_at_once(changes: dict[str, Any]) -> None:
+    """The parts have ten and seven valid steps: to weigh them alike would show."""
+    at_once = agent_of(**changes)
+    whole, parts = run(at_once, 2), run(dataclasses.replace(at_once, accumulation=2), 2)
+    for expected, found in zip(whole.metrics, parts.metrics, strict=True):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    expected_state, found_state = whole.states[2], parts.states[2]
+    assert not same(whole.states[1].policy.trained, expected_state.policy.trained)
+    for path, value in jax.tree.leaves_with_path((expected_state.policy, expected_state.critic)):
+        other = dict(jax.tree.leaves_with_path((found_state.policy, found_state.critic)))[path]
+        np.testing.assert_allclose(other, value, atol=2e-5, err_msg=str(path))
+
+
+def test_a_batch_in_parts_takes_less_memory() -> None:
+    def scratch(parts: int) -> int:
+        agent = dataclasses.replace(agent_of(actor="bc", bc_scale=1.0), accumulation=parts)
+        batch = jax.tree.map(lambda leaf: jnp.repeat(leaf, 16, axis=0), chunk_batch())
+        state = jax.eval_shape(lambda: agent.init(KEY))
+        analysis = jax.jit(agent.update, donate_argnums=0).lower(state, batch, KEY).compile().memory_analysis()
+        assert analysis is not None
+        return int(analysis.temp_size_in_bytes)
+
+    assert scratch(8) < 0.5 * scratch(1)
 
 
 # --- One policy acts, proposes and is saved ---------------------------------------------------------------------------

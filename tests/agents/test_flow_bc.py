@@ -89,6 +89,20 @@ def test_first_loss_is_the_models_own_weighted_on_the_keys_draws_and_augmented_p
 
 
 @pytest.mark.xdist_group("flow_bc")
+def test_a_batch_in_parts_teaches_what_it_teaches_at_once() -> None:
+    """In parts of one chunk each; the first has six valid steps, the others ten."""
+    agent = FlowBC(goldens.config("pi05_tiny"), optax.sgd(1.0), ema_decay=None, augmentation=False)
+    start = agent.init_from(goldens.params("pi05_tiny"))
+    (whole, expected), (parts, found) = (
+        jax.jit(dataclasses.replace(agent, accumulation=n).update)(start, batch(), jax.random.key(0)) for n in (1, 3)
+    )
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["gradient_norm"], expected["gradient_norm"], rtol=1e-4)
+    for name, p in parts.trained.items():
+        np.testing.assert_allclose(p, whole.trained[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.xdist_group("flow_bc")
 def test_average_follows_the_trained_parameters_and_is_what_is_served() -> None:
     trained = run("pi05_tiny")
     average = trained.start.trained

@@ -30,7 +30,7 @@ from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import MODELS
 from pistar.training.audit import GROWING_LOOKS, Audit
 from pistar.training.audit_numbers import (
-    Frames,
+    AuditFrames,
     Values,
     auc,
     choose_frames,
@@ -132,9 +132,9 @@ def test_auc_is_the_share_of_pairs_in_order(positives: list[float], negatives: l
         assert found == pytest.approx(np.mean(won), abs=1e-12)
 
 
-def frames_of(**changes: Any) -> Frames:
+def frames_of(**changes: Any) -> AuditFrames:
     """A success seen at 3, 2 and 1 steps to go, a failure at 1, and a time-out."""
-    frames = Frames(
+    frames = AuditFrames(
         source=np.zeros(5, np.int64),
         start=np.arange(5),
         episode=np.array([0, 0, 0, 1, 2]),
@@ -260,7 +260,7 @@ def test_frames_are_spread_over_episodes_and_time(sources: tuple[ChunkSource, ..
 
 def test_the_same_seed_chooses_the_same_frames_and_another_seed_others(sources: tuple[ChunkSource, ...]) -> None:
     one, again, other = (choose_frames(sources, GAMMA, 30, seed) for seed in (1, 1, 2))
-    for field in dataclasses.fields(Frames):
+    for field in dataclasses.fields(AuditFrames):
         np.testing.assert_array_equal(getattr(one, field.name), getattr(again, field.name))
     assert one.start.tolist() != other.start.tolist()
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import json
+import os
 import random
 import shutil
 import signal
@@ -23,6 +25,7 @@ from pistar.training.config import BcConfig, RLTrainConfig, load_config
 from pistar.training.metrics import read_metrics
 from pistar.training.offline import train
 from pistar.training.policy import load_policy
+from pistar.training.run import make_agent
 from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
 from small_run import LEROBOT, MODEL, small_run
@@ -98,10 +101,18 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(finished: Path, tmp_pa
     assert not same_weights(other.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
 
 
-def start(runs: Path, cache: Path, *options: str) -> "subprocess.Popen[str]":
+def start(
+    runs: Path, cache: Path, *options: str, devices: int | None = None, **changes: object
+) -> "subprocess.Popen[str]":
     program = str(Path(__file__).parent.parent / "small_run.py")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if devices is not None:
+        flags += f" --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, program, str(runs), str(cache), *options], stderr=subprocess.PIPE, text=True
+        [sys.executable, program, str(runs), str(cache), json.dumps(changes), *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": flags},
     )
 
 
@@ -165,6 +176,20 @@ def test_several_updates_a_call_come_to_the_same_end(finished: Path, tmp_path: P
         np.testing.assert_allclose(ours[name], theirs[name], atol=2e-5, err_msg=name)
 
 
+def test_eight_devices_in_two_parts_each_train_what_one_trains(tmp_path: Path, cache: Path) -> None:
+    changes = {"batch_size": 16, "steps": 4}
+    quietly(small_run(tmp_path / "one", cache, **changes))
+    process = start(tmp_path / "eight", cache, devices=8, gradient_accumulation=2, **changes)
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    one, eight = (told(tmp_path / name / "debug") for name in ("one", "eight"))
+    assert [line["step"] for line in eight] == [line["step"] for line in one] == [2, 4]
+    for expected, found in zip(one, eight, strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
+
+
 def test_imitation_runs_through_the_same_loop(tmp_path: Path, cache: Path) -> None:
     config = small_run(tmp_path, cache, algorithm=BcConfig())
     quietly(config)
@@ -226,6 +251,25 @@ def test_resuming_with_another_model_is_refused_and_with_other_rates_noted(
     assert "note: batch_size was 4 and is 2 from here on" in said
 
 
+def test_resuming_on_data_with_other_statistics_is_refused(finished: Path, tmp_path: Path, cache: Path) -> None:
+    shutil.copytree(finished, tmp_path / "debug")
+    longer = small_run(tmp_path, cache, steps=14)
+    other = dataclasses.replace(longer, data=dataclasses.replace(longer.data, held_out=0.5))
+    with pytest.raises(
+        UserError, match=r"was trained with norm stats .* it has changed since; .* --data.norm-stats (.*)\.$"
+    ) as e:
+        quietly(other, resume=True)
+    kept = Path(str(e.value).removesuffix(".").split()[-1])
+    data = dataclasses.replace(other.data, norm_stats=kept)
+    assert "note: data.held_out was 0.2 and is 0.5" in quietly(dataclasses.replace(other, data=data), resume=True)
+
+
+def test_gradient_accumulation_reaches_the_agent(tmp_path: Path, cache: Path) -> None:
+    config = small_run(tmp_path, cache, gradient_accumulation=2)
+    assert make_agent(config).accumulation == 2
+    assert make_agent(dataclasses.replace(config, algorithm=BcConfig())).accumulation == 2
+
+
 def without(columns: str, root: Path) -> Path:
     """A copy of the dataset whose info.json does not list a column."""
     copy = root / "set"
@@ -257,6 +301,10 @@ def test_bad_settings_are_refused_before_anything_is_compiled(tmp_path: Path, ca
         ),
         (lambda: dataclasses.replace(config, robot="aloah"), "no robot 'aloah'"),
         (lambda: dataclasses.replace(config, batch_size=0), "batch_size is 0"),
+        (
+            lambda: dataclasses.replace(config, gradient_accumulation=3),
+            "gradient_accumulation is 3, which cannot share",
+        ),
         (lambda: dataclasses.replace(config, log_every=3, updates_per_dispatch=2), "log_every is 3, no multiple"),
         (lambda: quietly(dataclasses.replace(config, tokenizer="/nowhere")), "tokenizer /nowhere"),
         (lambda: quietly(dataclasses.replace(config, checkpoint=str(tmp_path / "none"))), "does not exist"),

@@ -1,7 +1,8 @@
 """ACRLPD: Q-chunking on π₀. A critic values the actions that are executed, the policy moves to what it prefers.
 
 Each observation is read once: s by the policy that is trained, s' by the one that acts. Everything else (the flow loss,
-the critic's features, N samples at s and at s') starts from these two prefixes. Equations: docs/acrlpd.md.
+the critic's features, N samples at s and at s') starts from these two prefixes. With gradient accumulation s is read
+twice: to hold its prefix while the critic learns is what there is no memory for. Equations: docs/acrlpd.md.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from pistar.agents.accumulation import deal, even_weight, map_parts, mean_parts
 from pistar.agents.estimators import (
     aggregate,
     draw_subset,
@@ -159,6 +161,17 @@ class AcrlpdState:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Reading:
+    """What the policy that is trained makes of s."""
+
+    seen: Seen
+    samples: Callable[[], Float[Array, "b n h a"] | None]
+    """Its N chunks, where there was noise to make them of."""
+    gradient: Callable[[Lesson, Array, Array], tuple[Params, Metrics]]
+    """Of the loss of a lesson, given the flow's noise and time; and the losses."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Acrlpd:
     """Learn values of chunks, and improve the policy by them.
 
@@ -172,6 +185,8 @@ class Acrlpd:
     policy_optimizer: optax.GradientTransformation
     critic_optimizer: optax.GradientTransformation
     temperature_optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adam(1e-2))
+    accumulation: int = 1
+    """Parts a batch is worked through in, to save memory. The critic's own step always takes the whole batch."""
 
     def __post_init__(self) -> None:
         for name, ours, theirs in (
@@ -229,23 +244,21 @@ class Acrlpd:
         In updates that leave the policy alone (`critic_warmup`, `actor_delay`) the policy's metrics are NaN.
         """
         augment_key, next_key, critic_key, policy_key = jax.random.split(key, 4)
+        sample_key, draw_key, flow_key = jax.random.split(policy_key, 3)
         observations = batch.observations
         if self.config.augmentation:
             observations = self.policy.augmented(augment_key, observations)
-
-        def encode(trained: Params) -> Prefix:
-            return bind(self.model, trained | state.policy.frozen).encode(observations)
-
-        # Split from the loss that follows: the critic learns between the two, and may be all that does.
-        prefix, into_policy = jax.vjp(encode, state.policy.trained)
-        transitions = self._transitions(state, batch, self.critic.see(observations, prefix), next_key)
+        read = self._read if self.accumulation == 1 else self._read_in_parts
+        noise = None if self.config.actor == "bc" else self._noise(sample_key, observations)
+        reading = read(state, observations, noise)
+        transitions = self._transitions(state, batch, reading.seen, next_key)
         state, metrics = self._update_critic(state, transitions, critic_key)
 
         frozen = state.policy.frozen
         thawed = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen={}))  # not through `cond`
 
         def learn() -> tuple[AcrlpdState, Metrics]:
-            return self._update_policy(thawed, frozen, batch, transitions, prefix, into_policy, policy_key)
+            return self._update_policy(thawed, batch, transitions, reading, draw_key, flow_key)
 
         def leave() -> tuple[AcrlpdState, Metrics]:
             unknown = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(learn)[1])
@@ -268,7 +281,7 @@ class Acrlpd:
         n = self.config.candidates if candidates is None else candidates
         params = self.policy_params(state)
         prefix = bind(self.model, params).encode(observation)
-        samples = self._sample(params, prefix, key, n)
+        samples = self._sample(params, prefix, self._noise(key, observation, n))
         if n == 1:
             return samples[:, 0]
         return best_candidate(self.critic, state.critic, self.critic.see(observation, prefix), samples)[0]
@@ -286,7 +299,7 @@ class Acrlpd:
     ) -> Float[Array, "b n h a"]:
         """n chunks of the acting policy for each observation."""
         params = self.policy_params(state)
-        return self._sample(params, bind(self.model, params).encode(observations), key, n)
+        return self._sample(params, bind(self.model, params).encode(observations), self._noise(key, observations, n))
 
     def q_values(
         self,
@@ -309,16 +322,87 @@ class Acrlpd:
         values = self.critic.values(state.critic, self.critic.see(observations, prefix), whole)
         return _aggregated(self.config.critic, values)
 
-    def _sample(self, params: Params, prefix: Prefix, key: PRNGKeyArray, n: int) -> Float[Array, "b n h a"]:
-        shape = (prefix.mask.shape[0], n, self.model.action_horizon, self.model.action_dim)
-        return bind(self.model, params).sample(prefix, jax.random.normal(key, shape), num_steps=self.config.flow_steps)
+    def _noise(self, key: PRNGKeyArray, observations: Observation, n: int | None = None) -> Float[Array, "b n h a"]:
+        """What n samples of each observation begin with (None: as many as configured)."""
+        rows, n = observations.state.shape[0], self.config.candidates if n is None else n
+        return jax.random.normal(key, (rows, n, self.model.action_horizon, self.model.action_dim))
+
+    def _sample(self, params: Params, prefix: Prefix, noise: Float[Array, "b n h a"]) -> Float[Array, "b n h a"]:
+        return bind(self.model, params).sample(prefix, noise, num_steps=self.config.flow_steps)
+
+    def _read(self, state: AcrlpdState, observations: Observation, noise: Float[Array, "b n h a"] | None) -> _Reading:
+        """s, once for everybody."""
+        trained, frozen = state.policy.trained, state.policy.frozen
+
+        def encode(trained: Params) -> Prefix:
+            return bind(self.model, trained | frozen).encode(observations)
+
+        # Split from the loss that follows: the critic learns between the two, and may be all that does.
+        prefix, into_policy = jax.vjp(encode, trained)
+
+        def gradient(lesson: Lesson, noise: Array, time: Array) -> tuple[Params, Metrics]:
+            def loss_of(trained: Params, prefix: Prefix) -> tuple[Float[Array, ""], Metrics]:
+                return compute_loss(self.config, bind(self.model, trained | frozen), prefix, lesson, noise, time)
+
+            # The prefix has a mask, which has no gradient: allow_int lets it pass.
+            gradient_of = jax.grad(loss_of, argnums=(0, 1), has_aux=True, allow_int=True)
+            (direct, of_prefix), losses = gradient_of(trained, prefix)
+            return jax.tree.map(jnp.add, direct, into_policy(of_prefix)[0]), losses
+
+        def samples() -> Float[Array, "b n h a"] | None:
+            return None if noise is None else self._sample(trained | frozen, prefix, noise)
+
+        return _Reading(self.critic.see(observations, prefix), samples, gradient)
+
+    def _read_in_parts(
+        self, state: AcrlpdState, observations: Observation, noise: Float[Array, "b n h a"] | None
+    ) -> _Reading:
+        """s, a part of the batch at a time: for the critic and its samples now, for the gradient once more later."""
+        trained, frozen = state.policy.trained, state.policy.frozen
+
+        def look(part: tuple[Observation, Array | None]) -> tuple[Seen, Array | None]:
+            observations, noise = part
+            prefix = bind(self.model, trained | frozen).encode(observations)
+            samples = None if noise is None else self._sample(trained | frozen, prefix, noise)
+            return self.critic.see(observations, prefix), samples
+
+        def gradient(lesson: Lesson, noise: Array, time: Array) -> tuple[Params, Metrics]:
+            rows = lesson.rows
+            taught = observations if rows is None else jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], observations)
+            lesson = dataclasses.replace(
+                lesson,
+                rows=None,
+                actor_weight=even_weight(lesson.actor_weight, lesson.valid[:, 0], self.accumulation),
+                bc_weight=even_weight(lesson.bc_weight, lesson.valid[:, -1], self.accumulation),
+            )
+
+            def loss_of(
+                trained: Params, part: tuple[Observation, Lesson, Array, Array]
+            ) -> tuple[Float[Array, ""], Metrics]:
+                model = bind(self.model, trained | frozen)
+                return compute_loss(self.config, model, model.encode(part[0]), *part[1:])
+
+            def gradient_of(part: tuple[Observation, Lesson, Array, Array]) -> tuple[Params, Metrics]:
+                gradient: tuple[Params, Metrics] = jax.grad(loss_of, has_aux=True)(trained, part)
+                return gradient
+
+            return mean_parts(gradient_of, (taught, lesson, noise, time), self.accumulation)
+
+        seen, samples = map_parts(look, (observations, noise), self.accumulation)
+        return _Reading(seen, lambda: samples, gradient)
 
     def _transitions(self, state: AcrlpdState, batch: ChunkBatch, seen: Seen, key: PRNGKeyArray) -> Transitions:
         """What the critic learns from; s' is read and acted in by the acting policy."""
         c = self.config
         params = self.policy_params(state)
-        prefix = bind(self.model, params).encode(batch.next_observations)
-        candidates = self._sample(params, prefix, key, c.candidates)
+
+        def look_ahead(part: tuple[Observation, Array]) -> tuple[Seen, Float[Array, "b n h a"]]:
+            observations, noise = part
+            prefix = bind(self.model, params).encode(observations)
+            return self.critic.see(observations, prefix), self._sample(params, prefix, noise)
+
+        ahead = batch.next_observations
+        next_seen, candidates = map_parts(look_ahead, (ahead, self._noise(key, ahead)), self.accumulation)
         returns, bootstrap = h_step_return(batch.rewards, batch.masks, batch.valid, gamma=c.gamma, h=c.horizon)
         return Transitions(
             seen=seen,
@@ -326,7 +410,7 @@ class Acrlpd:
             valid=jnp.asarray(batch.valid)[:, : c.horizon],
             returns=jnp.asarray(returns),
             bootstrap=jnp.where(jnp.asarray(batch.next_terminal), 0.0, bootstrap),
-            next_seen=self.critic.see(batch.next_observations, prefix),
+            next_seen=next_seen,
             candidates=candidates[:, :, : c.horizon, : c.action_dims],
             trains=jnp.asarray(batch.sequence_mask),
         )
@@ -357,9 +441,8 @@ class Acrlpd:
         if updates == 1:
             carry, metrics = step(carry, (transitions, key))
         else:
-            # Dealt out like cards, so that rows stay on the device they are on.
-            dealt = jax.tree.map(lambda leaf: leaf.reshape(-1, updates, *leaf.shape[1:]).swapaxes(0, 1), transitions)
-            carry, metrics = jax.lax.scan(step, carry, (dealt, jax.random.split(key, updates)))
+            dealt = (deal(transitions, updates), jax.random.split(key, updates))
+            carry, metrics = jax.lax.scan(step, carry, dealt)
             metrics = jax.tree.map(jnp.mean, metrics)
         critic, target, optimizer = carry
         return dataclasses.replace(state, critic=critic, target_critic=target, critic_optimizer=optimizer), metrics
@@ -367,32 +450,22 @@ class Acrlpd:
     def _update_policy(
         self,
         state: AcrlpdState,
-        frozen: Params,
         batch: ChunkBatch,
         transitions: Transitions,
-        prefix: Prefix,
-        into_policy: Callable[[Prefix], tuple[Params]],
-        key: PRNGKeyArray,
+        reading: _Reading,
+        draw_key: PRNGKeyArray,
+        flow_key: PRNGKeyArray,
     ) -> tuple[AcrlpdState, Metrics]:
         """One step of the policy, and of the temperature if it adapts."""
-        sample_key, draw_key, flow_key = jax.random.split(key, 3)
         metrics: Metrics = {}
-        if self.config.actor == "bc":
+        samples = reading.samples()
+        if samples is None:
             lesson = imitation_lesson(batch)
         else:
-            samples = self._sample(state.policy.trained | frozen, prefix, sample_key, self.config.candidates)
             lesson, metrics = self._lesson(state, batch, transitions, samples, draw_key)
             state, more = self._update_temperature(state, metrics)
             metrics |= more
-        noise, time = draw_noise_and_time(flow_key, lesson.actions.shape)
-
-        def loss_of(trained: Params, prefix: Prefix) -> tuple[Float[Array, ""], Metrics]:
-            return compute_loss(self.config, bind(self.model, trained | frozen), prefix, lesson, noise, time)
-
-        # The prefix has a mask, which has no gradient: allow_int lets it pass.
-        gradient_of = jax.grad(loss_of, argnums=(0, 1), has_aux=True, allow_int=True)
-        (direct, of_prefix), losses = gradient_of(state.policy.trained, prefix)
-        gradient = jax.tree.map(jnp.add, direct, into_policy(of_prefix)[0])
+        gradient, losses = reading.gradient(lesson, *draw_noise_and_time(flow_key, lesson.actions.shape))
         policy = self.policy.descend(state.policy, gradient)
         metrics |= losses | {"policy_gradient_norm": optax.tree.norm(gradient)}
         return dataclasses.replace(state, policy=policy), metrics

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from pistar.agents.accumulation import even_weight, mean_parts
 from pistar.agents.estimators import ema
 from pistar.config import Pi0Config
 from pistar.models.images import augment, resize_with_pad, to_float
@@ -43,6 +44,8 @@ class FlowBC:
     ema_decay: float | None = 0.99
     """None keeps no average; OpenPI keeps none with adapters."""
     augmentation: bool = True
+    accumulation: int = 1
+    """Parts a batch is worked through in, to save memory; gradients are added up."""
 
     def init(self, key: PRNGKeyArray) -> FlowBCState:
         """From fresh parameters."""
@@ -63,14 +66,23 @@ class FlowBC:
         observations = batch.observations
         if self.augmentation:
             observations = self.augmented(augment_key, observations)
-        noise, time = draw_noise_and_time(key, batch.actions.shape)
+        batch = dataclasses.replace(
+            batch,
+            observations=observations,
+            weight=even_weight(jnp.asarray(batch.weight), jnp.asarray(batch.valid), self.accumulation),
+        )
 
-        def loss_of(trained: Params) -> Float[Array, ""]:
+        def loss_of(trained: Params, part: tuple[PolicyBatch, Array, Array]) -> Float[Array, ""]:
+            rows, noise, time = part
             model = bind(self.config, trained | state.frozen)
-            loss = model.flow_loss(model.encode(observations), jnp.asarray(batch.actions), noise, time)
-            return weighted_flow_loss(loss, jnp.asarray(batch.valid), jnp.asarray(batch.weight))
+            loss = model.flow_loss(model.encode(rows.observations), jnp.asarray(rows.actions), noise, time)
+            return weighted_flow_loss(loss, jnp.asarray(rows.valid), jnp.asarray(rows.weight))
 
-        loss, gradient = jax.value_and_grad(loss_of)(state.trained)
+        def loss_and_gradient(part: tuple[PolicyBatch, Array, Array]) -> tuple[Float[Array, ""], Params]:
+            return jax.value_and_grad(loss_of)(state.trained, part)
+
+        drawn = draw_noise_and_time(key, batch.actions.shape)
+        loss, gradient = mean_parts(loss_and_gradient, (batch, *drawn), self.accumulation)
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}  # before clipping, as OpenPI logs it
         return self.descend(state, gradient), metrics
 

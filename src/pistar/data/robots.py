@@ -89,7 +89,8 @@ class RobotInputs:
         flat = flatten(data)
         state, actions = self.joints(flat)
         images = self.images(flat)
-        black = np.zeros_like(next(image for image in images.values() if image is not None))
+        seen = [image for image in images.values() if image is not None]
+        black = np.zeros_like(seen[0]) if seen else np.zeros((*state.shape[:-1], 1, 1, 3), np.uint8)
         out: Data = {
             "image": {slot: black if image is None else image for slot, image in images.items()},
             "image_mask": {slot: np.full(state.shape[:-1], image is not None) for slot, image in images.items()},

@@ -60,7 +60,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Frames:
+class AuditFrames:
     """Held-out frames, and all that is known of them without asking a critic."""
 
     source: Int[np.ndarray, " n"]
@@ -85,7 +85,7 @@ class Frames:
     """For whole frames another whole one, whose action is tried instead; itself if there is none."""
 
 
-def choose_frames(sources: Sequence[ChunkSource], gamma: float, frames: int, seed: int) -> Frames:
+def choose_frames(sources: Sequence[ChunkSource], gamma: float, frames: int, seed: int) -> AuditFrames:
     """Up to so many, spread over episodes (as many successes as others, if there are) and over each one's time."""
     rng = generator(seed, STREAM)
     episodes = [(i, int(e)) for i, source in enumerate(sources) for e in source.episodes]
@@ -126,7 +126,7 @@ def choose_frames(sources: Sequence[ChunkSource], gamma: float, frames: int, see
     partner = np.arange(len(columns["start"]))
     whole = rng.permutation(np.flatnonzero(columns["whole"]))
     partner[whole] = np.roll(whole, 1)
-    return Frames(**columns, partner=partner)
+    return AuditFrames(**columns, partner=partner)
 
 
 # --- What the critic says of them -------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Values:
     """max_i Q(s', a_i) after the chunk."""
 
 
-def summarise(frames: Frames, values: Values, bounds: tuple[float, float]) -> dict[str, float]:
+def summarise(frames: AuditFrames, values: Values, bounds: tuple[float, float]) -> dict[str, float]:
     """The numbers; those that cannot be measured on these frames are left out."""
     q, known = values.data, np.flatnonzero(~np.isnan(frames.returns))
     error = (q - frames.returns)[known]

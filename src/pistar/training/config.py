@@ -111,6 +111,8 @@ class RLTrainConfig:
     """Updates, each of one batch."""
     batch_size: int = 32
     """Of all devices and hosts together."""
+    gradient_accumulation: int = 1
+    """Parts a batch is worked through in: as many times less memory for activations, the same result."""
     updates_per_dispatch: int = 1
     """Updates compiled into one call. More than 1 helps only models so small that calling costs."""
     seed: int = 0
@@ -131,9 +133,15 @@ class RLTrainConfig:
     """Folder of the run under `runs`. None: the config's name."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "updates_per_dispatch", "log_every", "save_every", "keep_last"):
+        counts = ("steps", "batch_size", "gradient_accumulation", "updates_per_dispatch")
+        for name in (*counts, "log_every", "save_every", "keep_last"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; use a whole number of at least 1.")
+        if self.batch_size % self.gradient_accumulation:
+            raise UserError(
+                f"gradient_accumulation is {self.gradient_accumulation}, which cannot share a batch of "
+                f"{self.batch_size}; use a divisor of batch_size."
+            )
         for name in ("save_every", "log_every", "audit_every"):
             if getattr(self, name) % self.updates_per_dispatch:
                 raise UserError(
@@ -234,6 +242,7 @@ HARMLESS = (
     "exp_name",
     "data.cache_dir",
     "data.frames",
+    "gradient_accumulation",
 )
 """May change between the parts of a run: they decide how long it is and what is told of it, not what is learnt."""
 

@@ -1,12 +1,13 @@
 """metrics.jsonl, one line a log step, and the trackers that get the same numbers. Nothing here waits for a device."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,6 +135,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Refuse those whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise UserError(
+                f"tracker {name} needs {_PACKAGES[name]}; pip install 'pistar-rl[{name}]', or leave it out."
+            )
+
+
 def open_tracker(name: str, folder: Path, run_name: str, config: Mapping[str, Any]) -> Sink:
     """TensorBoard, or Weights & Biases (offline too: WANDB_MODE=offline)."""
     if name == "tensorboard":
@@ -144,10 +157,8 @@ def open_tracker(name: str, folder: Path, run_name: str, config: Mapping[str, An
 class _TensorBoard:
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
         del run_name, config
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard", "tensorboardX") from None
+        from tensorboardX import SummaryWriter
+
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -160,10 +171,8 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb", "wandb") from None
+        import wandb
+
         # The same id after a resume: one run, one curve.
         self._run = wandb.init(
             project="pistar",
@@ -179,7 +188,3 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _missing(tracker: str, package: str) -> UserError:
-    return UserError(f"tracker {tracker} needs {package}; pip install 'pistar-rl[{tracker}]', or leave it out.")

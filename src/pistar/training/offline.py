@@ -25,6 +25,7 @@ from pistar.models.pi0 import Params, param_shapes
 from pistar.tables import to_table
 from pistar.training.audit import Audit
 from pistar.training.config import HARMLESS, RLTrainConfig, differences, load_config, save_config
+from pistar.training.contract import CONTRACT_FILE, Contract, read_contract
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, open_tracker
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare, row_sharding
@@ -46,6 +47,8 @@ def train(
     folder = config.folder
     start_from = None if dry_run else _claim_folder(config, console, resume=resume, overwrite=overwrite)
     run = prepare(config, dry=dry_run)  # what it refuses must not cost an old run
+    if start_from is not None:
+        _compare_contracts(folder / "checkpoints" / str(start_from), run.contract)
     describe(run, console)
     dispatch = make_dispatch(run)
     abstract = jax.eval_shape(lambda params: _first_state(run, params), param_shapes(config.model))
@@ -75,7 +78,8 @@ def train(
             line.says("loading weights" if start_from is None else f"restoring step {start_from}")
             window: Window = {}
             if start_from is None:
-                state = _first_state(run, first_params(config))
+                # As one program: the compilation cache keeps it, where hundreds of small ones are made anew each time.
+                state = jax.jit(lambda params: _first_state(run, params))(first_params(config))
             else:
                 state, window = restore(checkpoints, start_from, abstract, lambda state: _sorted(run.agent, state))
             state, step = jax.device_put(state, _everywhere()), start_from or 0
@@ -216,6 +220,21 @@ def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -
                 markup=False,
                 highlight=False,
             )
+
+
+def _compare_contracts(checkpoint: Path, new: Contract) -> None:
+    """The config names the data; this sees what became of it, of the tokenizer and of norm stats since."""
+    old = read_contract(checkpoint / CONTRACT_FILE)
+    if old.norm_stats_sha256 != new.norm_stats_sha256:
+        raise UserError(
+            f"{checkpoint} was trained with norm stats {old.norm_stats_sha256[:12]} and the data now gives "
+            f"{new.norm_stats_sha256[:12]}: it has changed since; put it back, or keep the old ones by "
+            f"--data.norm-stats {checkpoint / 'assets' / old.asset_id / 'norm_stats.json'}."
+        )
+    for name in ("robot", "tokenizer_sha256", "norm_kind"):
+        was, now = getattr(old, name), getattr(new, name)
+        if was != now:
+            raise UserError(f"{checkpoint} was trained with {name} {was} and this run has {now}; use the old one.")
 
 
 # --- The surroundings -------------------------------------------------------------------------------------------------

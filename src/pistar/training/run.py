@@ -33,6 +33,7 @@ from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check
 from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
 from pistar.training.config import RLTrainConfig
 from pistar.training.contract import Contract, read_contract
+from pistar.training.metrics import check_trackers
 from pistar.training.optimizers import make_optimizer
 
 Agent = FlowBC | Acrlpd
@@ -74,10 +75,13 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
     robot = find_robot(config.robot)
     tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
     check_vocab(tokenizer, config.model.vocab_size)
-    if config.batch_size % jax.device_count():
+    if config.batch_size % (parts := jax.device_count() * config.gradient_accumulation):
+        times = f" in {config.gradient_accumulation} parts each" if config.gradient_accumulation > 1 else ""
         raise UserError(
-            f"batch_size is {config.batch_size}, which {jax.device_count()} devices cannot share; use a multiple."
+            f"batch_size is {config.batch_size}, which {jax.device_count()} devices{times} cannot share; "
+            f"use a multiple of {parts}."
         )
+    check_trackers(config.trackers)
     data = [_label(config, name) for name in _datasets(config)]
     stats, stats_from, asset_id = _norm_stats(config, robot, data)
     contract = Contract(
@@ -146,9 +150,10 @@ def make_agent(config: RLTrainConfig) -> Agent:
     policy = make_optimizer(config.policy_optimizer)
     algorithm = config.algorithm
     if not isinstance(algorithm, AcrlpdConfig):
-        return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation)
-    critic = make_optimizer(config.critic_optimizer)
-    return Acrlpd(config.model, algorithm, policy, critic, optax.adam(config.temperature_lr))
+        parts = config.gradient_accumulation
+        return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation, parts)
+    critic, temperature = make_optimizer(config.critic_optimizer), optax.adam(config.temperature_lr)
+    return Acrlpd(config.model, algorithm, policy, critic, temperature, config.gradient_accumulation)
 
 
 def first_params(config: RLTrainConfig) -> Params:
