@@ -35,9 +35,10 @@ def start(folder: Path, exp_name: str) -> float:
     """CPU seconds to the first update's end."""
     settings = {**os.environ, "PISTAR_CACHE": str(folder / "cache")}
     settings.pop("JAX_COMPILATION_CACHE_DIR", None)
-    options = ["--data.datasets", str(DATASET), "--runs", str(folder / "runs"), "--exp-name", exp_name, "--steps", "1"]
+    options = ["--data.datasets", str(DATASET), "--runs", str(folder / "runs"), "--exp-name", exp_name]
+    options += ["--steps", "1", "--save-every", "1", "--algorithm.critic-warmup", "0"]
     done = subprocess.run(
-        [sys.executable, "-c", RUN, "train", "debug", *options, "--save-every", "1"],
+        [sys.executable, "-c", RUN, "train", "debug", *options],
         env=settings,
         check=True,
         stdout=subprocess.PIPE,

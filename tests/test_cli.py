@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pistar.data.hdf5 import Conversion
 from pistar.data.lerobot import open_dataset
 from pistar.data.norm_stats import load_norm_stats
 from pistar.presets import MODELS
+from pistar.training import offline
+from pistar.training.config import RLTrainConfig
 
 
 def test_verify_shows_facts_and_checks(openpi_goldens: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +81,50 @@ def test_the_command_line_is_the_default_argument(
     monkeypatch.setattr(sys, "argv", ["pistar", "--version"])
     cli.main()
     assert capsys.readouterr().out.startswith("pistar ")
+
+
+def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the loop does with it is tested with the loop."""
+    asked: list[tuple[RLTrainConfig, dict[str, bool]]] = []
+    monkeypatch.setattr(offline, "train", lambda config, _, **options: asked.append((config, options)))
+    settings = tmp_path / "mine.yaml"
+    settings.write_text("seed: 3\nbatch_size: 16\npolicy_optimizer: {schedule: {peak_lr: 3e-3}}\n")
+    cli.main(["train", "debug", "--config", str(settings), "--batch-size", "24", "--resume", "--exp-name", "towel"])
+    config, options = asked[0]
+    assert (config.name, config.seed, config.batch_size, config.exp_name) == ("debug", 3, 24, "towel")
+    assert config.policy_optimizer.schedule.peak_lr == 3e-3
+    assert options == {"resume": True, "overwrite": False, "dry_run": False}
+    cli.main(["train", "bc_aloha_fold", "--lora"])
+    adapted = asked[1][0]
+    assert adapted.model == dataclasses.replace(MODELS["pi0_lora"], action_horizon=20)
+    assert adapted.algorithm.ema_decay is None
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["debgu"], "There is no preset 'debgu'; try debug"),
+        (["debug", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["debug", "--batch-size", "0"], "batch_size is 0"),
+    ],
+)
+def test_train_mistakes_are_one_line(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *args])
+    assert stopped.value.code == 1
+    said = capsys.readouterr().err.strip()
+    assert words in said
+    assert "\n" not in said
+
+
+def test_train_without_a_preset_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train"])
+    assert stopped.value.code == 2
+    assert "rl_aloha_fold" in capsys.readouterr().out
 
 
 def test_a_misspelt_command_answers_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def presets() -> None:
 
 def train(args: Sequence[str]) -> None:
     """pistar train PRESET [options] [--any.field value]"""
-    from pistar.presets import get_config, list_configs
+    from pistar.presets import get_config, list_configs, with_lora
     from pistar.training.config import RLTrainConfig, load_config
 
     parser = argparse.ArgumentParser(
@@ -137,10 +137,15 @@ def train(args: Sequence[str]) -> None:
     )
     parser.add_argument("preset")
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings that replace the preset's")
+    parser.add_argument("--lora", action="store_true", help="train adapters of OpenPI's sizes, and keep no average")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--debug", action="store_true", help="stop at the first NaN and say where it is from")
+    parser.add_argument("--distributed", action="store_true", help="one of several hosts, as the launcher says")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="one of several hosts: where host 0 waits")
+    parser.add_argument("--hosts", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--host", type=int, metavar="I", help="which of them this is, from 0")
     if not args or args[0].startswith("-"):
         parser.print_help()
         sys.exit(0 if "--help" in args or "-h" in args else 2)
@@ -148,6 +153,8 @@ def train(args: Sequence[str]) -> None:
     config = get_config(options.preset)
     if options.config is not None:
         config = load_config(options.config, config)
+    if options.lora:
+        config = with_lora(config)
     if "--help" in rest or "-h" in rest:
         parser.print_help()
     config = tyro.cli(
@@ -161,11 +168,15 @@ def train(args: Sequence[str]) -> None:
         import jax
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
-    from pistar.training import offline
+    from pistar.training import hosts, offline
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
+        hosts.join_hosts(options.coordinator, options.hosts, options.host)
+    leader = hosts.is_leader()
+    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
     saved = offline.train(config, console, resume=options.resume, overwrite=options.overwrite, dry_run=options.dry_run)
-    if saved is not None:
+    hosts.part()
+    if saved is not None and leader:
         Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
 
 

@@ -11,11 +11,19 @@ from pistar.training.optimizers import AdamWConfig, CosineSchedule
 _SO400M_14 = SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16, patch_size=14)
 _GEMMA_2B = GemmaConfig(width=2048, depth=18, mlp_dim=16_384, num_heads=8, num_kv_heads=1, head_dim=256)
 _GEMMA_300M = GemmaConfig(width=1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256)
-_GEMMA_2B_LORA = dataclasses.replace(_GEMMA_2B, lora=LoraConfig(rank=16, alpha=16.0))
-_GEMMA_300M_LORA = dataclasses.replace(_GEMMA_300M, lora=LoraConfig(rank=32, alpha=32.0))
 
 _PI0 = Pi0Config(pi05=False, vlm=_GEMMA_2B, expert=_GEMMA_300M, vision=_SO400M_14)
 _PI05 = dataclasses.replace(_PI0, pi05=True, max_token_len=200)
+
+
+def _with_adapters(model: Pi0Config) -> Pi0Config:
+    """Of OpenPI's sizes, on both experts."""
+    return dataclasses.replace(
+        model,
+        vlm=dataclasses.replace(model.vlm, lora=LoraConfig(rank=16, alpha=16.0)),
+        expert=dataclasses.replace(model.expert, lora=LoraConfig(rank=32, alpha=32.0)),
+    )
+
 
 _TINY = dataclasses.replace(
     _PI0,
@@ -32,8 +40,8 @@ _TINY = dataclasses.replace(
 MODELS: dict[str, Pi0Config] = {
     "pi0": _PI0,
     "pi05": _PI05,
-    "pi0_lora": dataclasses.replace(_PI0, vlm=_GEMMA_2B_LORA, expert=_GEMMA_300M_LORA),
-    "pi05_lora": dataclasses.replace(_PI05, vlm=_GEMMA_2B_LORA, expert=_GEMMA_300M_LORA),
+    "pi0_lora": _with_adapters(_PI0),
+    "pi05_lora": _with_adapters(_PI05),
     "pi0_tiny": _TINY,
     "pi05_tiny": dataclasses.replace(_TINY, pi05=True, max_token_len=200),
 }
@@ -135,7 +143,15 @@ PRESETS: dict[str, RLTrainConfig] = {
             policy_optimizer=_cosine(1e-3, 200),
             critic_optimizer=_cosine(1e-3, 200),
         ),
-        dataclasses.replace(_ALOHA_FOLD, name="benchmark", steps=50, log_every=10, save_every=50, audit_every=0),
+        dataclasses.replace(
+            _ALOHA_FOLD,
+            name="benchmark",
+            algorithm=dataclasses.replace(_FOLDING, critic_warmup=0),
+            steps=50,
+            log_every=10,
+            save_every=50,
+            audit_every=0,
+        ),
     )
 }
 """Runs by name. The dataset is always the user's: --data.datasets PATH."""
@@ -147,6 +163,12 @@ def get_config(name: str) -> RLTrainConfig:
         near = difflib.get_close_matches(name, PRESETS, n=1) or list(PRESETS)
         raise UserError(f"There is no preset {name!r}; try {', '.join(near)}.")
     return PRESETS[name]
+
+
+def with_lora(config: RLTrainConfig) -> RLTrainConfig:
+    """The same run on adapters: OpenPI's sizes, and as there no average of the weights."""
+    algorithm = dataclasses.replace(config.algorithm, ema_decay=None)
+    return dataclasses.replace(config, model=_with_adapters(config.model), algorithm=algorithm)
 
 
 def list_configs() -> list[str]:

@@ -1,5 +1,6 @@
 """Frozen dataclasses from plain tables, as JSON and YAML hold them, and back."""
 
+import contextlib
 import dataclasses
 import difflib
 import types
@@ -67,6 +68,9 @@ class _Builder:
             raise UserError(f"{where} is {data!r}; use one of {', '.join(map(str, options))}.")
         if kind is float and type(data) is int:
             return float(data)
+        if kind is float and isinstance(data, str):  # YAML reads 3e-5, which has no dot, as a string
+            with contextlib.suppress(ValueError):
+                return float(data)
         if kind is Path and isinstance(data, str):
             return Path(data)
         if type(data) is kind:  # not isinstance: True is no dimension

@@ -39,10 +39,17 @@ KEY = jax.random.key(0)
 # --- The critic's loss ------------------------------------------------------------------------------------------------
 
 
+LINEAR = CriticConfig(ensemble=2, hidden=(), head="linear")
+AGGREGATIONS = {
+    "mean": LINEAR,
+    "min": dataclasses.replace(LINEAR, aggregation="min"),
+    "half a deviation less": dataclasses.replace(LINEAR, aggregation="mean_minus_std", std_factor=0.5),
+}
+
+
 def linear_critic(**changes: object) -> Critic:
     """Two members without hidden layers, on one number of state and two steps of one action: worked out by hand."""
-    config = CriticConfig(ensemble=2, hidden=(), head="linear")
-    critic = Critic(config, 2, 1, state_dims=1, feature_dims=0, cameras=(), bounds=(-100.0, 100.0), loss_kind="squared")
+    critic = Critic(LINEAR, 2, 1, state_dims=1, feature_dims=0, cameras=(), bounds=(-100.0, 100.0), loss_kind="squared")
     return dataclasses.replace(critic, **changes)  # type: ignore[arg-type]
 
 
@@ -91,6 +98,13 @@ def test_critic_loss_by_hand() -> None:
     assert metrics["target_clipped"] == 0
 
 
+@pytest.mark.parametrize(("how", "ahead"), [("mean", 18), ("min", 10), ("half a deviation less", 14)])
+def test_targets_are_made_of_the_aggregate(how: str, ahead: float) -> None:
+    """In row 0, the only one to bootstrap, the target's members say 10 and 26."""
+    _, metrics = critic_loss(transitions(), config=AGGREGATIONS[how])
+    np.testing.assert_allclose(metrics["target_mean"], (-1 + ahead / 2 - 2 + 7) / 3, rtol=1e-6)
+
+
 def test_targets_are_clipped_to_what_can_be_reached_and_the_share_is_told() -> None:
     loss, metrics = critic_loss(transitions(), bounds=(-1.0, 7.0))
     squares = [(5**2 + 1**2) / 2, (3**2 + 13**2) / 2, (3**2 + 7**2) / 2]  # y = (7, −1, 7)
@@ -126,14 +140,30 @@ def test_a_window_that_time_cut_short_goes_on_with_the_best_candidate_and_one_th
 
 
 def test_targets_can_ask_a_random_part_of_the_ensemble() -> None:
-    config = CriticConfig(ensemble=2, hidden=(), head="linear", target_subset=1)
-    critic = linear_critic(config=config)
+    critic = linear_critic(config=dataclasses.replace(LINEAR, target_subset=1))
     means = {
         round(float(compute_critic_loss(critic, ONLINE, TARGET, transitions(), jax.random.key(i))[1]["target_mean"]), 4)
         for i in range(12)
     }
     # Of row 0 one member says 10, the other 26: y = 4 or 12.
     assert means == {3.0, round((12 - 2 + 7) / 3, 4)}
+
+
+def test_dropout_is_for_learning_and_for_nothing_else() -> None:
+    """Another key switches off others of what learns; targets and choices know no dropout."""
+
+    def losses(critic: Critic) -> list[dict[str, Array]]:
+        params = critic.init(KEY)
+        keys = (jax.random.key(1), jax.random.key(2))
+        return [compute_critic_loss(critic, params, params, transitions(), key)[1] for key in keys]
+
+    learner = CriticConfig(ensemble=2, hidden=(16,), head="linear", dropout=0.5)
+    first, second = losses(linear_critic(config=learner))
+    whole, again = losses(linear_critic(config=dataclasses.replace(learner, dropout=0.0)))
+    assert len({float(m["critic_loss"]) for m in (first, second, whole)}) == 3
+    assert same(whole, again)
+    for name in ("target_mean", "q_best_minus_mean"):
+        assert first[name] == second[name] == whole[name]
 
 
 def test_no_gradient_reaches_the_target_or_the_candidates() -> None:
@@ -193,10 +223,20 @@ def qc_params(golden: dict[str, np.ndarray], module: str) -> Params:
 # --- The policy's lesson ----------------------------------------------------------------------------------------------
 
 
-def test_data_and_samples_are_judged_alike_after_the_datas_last_step() -> None:
-    """mean Q = s + 2·a_0 + a_1; row 1 has one real step, then 5 for everybody."""
+@pytest.mark.parametrize(
+    ("how", "data", "own"),
+    [
+        ("mean", [4, 7], [[1, 6], [5, 11]]),
+        ("min", [1, 1], [[0, 3], [0, 3]]),
+        ("half a deviation less", [2.5, 4], [[0.5, 4.5], [2.5, 7]]),
+    ],
+)
+def test_data_and_samples_are_judged_alike_after_the_datas_last_step(
+    how: str, data: list[float], own: list[list[float]]
+) -> None:
+    """Q₀ = a_0, Q₁ = 3·a_0 + 2·a_1; row 1 has one real step, then 5 for everybody."""
     of_data, of_samples = judge(
-        linear_critic(),
+        linear_critic(config=AGGREGATIONS[how]),
         ONLINE,
         seen(0.0, 0.0),
         jnp.array([[1.0, 2.0], [1.0, 77.0]])[..., None],
@@ -204,8 +244,8 @@ def test_data_and_samples_are_judged_alike_after_the_datas_last_step() -> None:
         jnp.array([[True, True], [True, False]]),
         jnp.array([[9.0, 9.0], [5.0, 9.0]])[..., None],
     )
-    np.testing.assert_allclose(of_data, [4, 7])
-    np.testing.assert_allclose(of_samples, [[1, 6], [5, 11]])
+    np.testing.assert_allclose(of_data, data)
+    np.testing.assert_allclose(of_samples, own)
 
 
 def test_judgement_is_no_way_into_the_critic() -> None:
@@ -332,6 +372,85 @@ def params() -> Params:
     return {name: p + 0.1 * jax.random.normal(k, p.shape) for k, (name, p) in zip(keys, fresh.items(), strict=True)}
 
 
+class ByHand(Acrlpd):
+    """The agent of `linear_critic`."""
+
+    @property
+    def critic(self) -> Critic:
+        return linear_critic(config=self.config.critic)
+
+
+def by_hand(**changes: Any) -> tuple[ByHand, AcrlpdState]:
+    """With a policy of no parameters: nothing here asks it."""
+    config = acrlpd_config(**({"horizon": 2, "action_dims": 1, "critic": LINEAR} | changes))
+    agent = ByHand(MODEL, config, optax.sgd(0.1), optax.sgd(0.01), optax.sgd(100.0))
+    return agent, dataclasses.replace(agent.init_from({}, KEY), critic=ONLINE, target_critic=TARGET)
+
+
+def own_samples(first: list[list[float]], second: list[list[float]]) -> Array:
+    """The two first steps of each sample in the robot's one dimension; what the robot does not execute is NaN."""
+    steps = jnp.stack([jnp.array(first), jnp.array(second)], axis=-1)
+    return jnp.full((*steps.shape[:2], 5, 6), jnp.nan).at[:, :, :2, 0].set(steps)
+
+
+def test_advantages_are_over_the_mean_of_the_policys_own_samples_by_the_critic() -> None:
+    """mean Q = s + 2·a_0 + a_1 of the data: (4, 7, 3 + 2 + 4 = 9), of the samples: (1, 5), (2, 4), (7, 15)."""
+    agent, state = by_hand(beta=1.0)
+    batch: ChunkBatch = jax.tree.map(lambda leaf: leaf[:3], chunk_batch())
+    samples = own_samples([[0, 2], [0, 0], [0, 4]], [[0, 0], [0, 2], [50, 60]])
+    lesson, metrics = agent._lesson(state, batch, transitions(), samples, KEY)
+    advantages = np.array([4 - 3, 7 - 3, 9 - 11])
+    np.testing.assert_allclose(metrics["advantage_mean"], 1, rtol=1e-6)
+    np.testing.assert_allclose(metrics["advantage_std"], np.sqrt(6), rtol=1e-6)
+    weight = np.exp(advantages / np.sqrt(6))
+    np.testing.assert_allclose(lesson.actor_weight, weight / weight.mean(), rtol=1e-5)
+
+
+def test_after_a_time_out_the_policy_is_judged_with_what_the_critic_itself_would_do_next() -> None:
+    """min(s + a_0, s + 3·a_0 + 2·a_1) at s = 3. The critic goes on with −4, its target would with −6."""
+    agent, state = by_hand(critic=AGGREGATIONS["min"])
+    state = dataclasses.replace(state, target_critic=jax.tree.map(jnp.negative, ONLINE))
+    batch: ChunkBatch = jax.tree.map(lambda leaf: leaf[2:3], chunk_batch())
+    cut: Transitions = jax.tree.map(lambda leaf: leaf[2:], transitions())
+    candidates = jnp.array([[[-6.0, 0.0], [-4.0, 0.0]]])[..., None]
+    cut = dataclasses.replace(cut, bootstrap=jnp.array([0.25]), candidates=candidates)
+    _, metrics = agent._lesson(state, batch, cut, own_samples([[0, 8]], [[9, 9]]), KEY)
+    # The data's (1, −4): 3 + 3 − 8. Its samples' (0, −4) and (8, −4): 3 − 8 and 3 + 8.
+    np.testing.assert_allclose(metrics["advantage_mean"], -2 - (-5 + 11) / 2, rtol=1e-6)
+
+
+def test_the_critics_updates_share_the_batch() -> None:
+    """Rows 0 and 2 teach first, then 1 and 3 what is known by then; each has its own key, which dropout shows."""
+    critic = CriticConfig(ensemble=2, hidden=(4,), head="linear", dropout=0.5)
+    agent, state = by_hand(critic=critic, critic_updates=2, tau=0.25)
+    params, target = agent.critic.init(jax.random.key(1)), agent.critic.init(jax.random.key(2))
+    state = dataclasses.replace(state, critic=params, target_critic=target)
+    batch: Transitions = jax.tree.map(lambda leaf: leaf[jnp.array([0, 1, 2, 0])], transitions())
+    found, metrics = jax.jit(agent._update_critic)(state, batch, KEY)
+
+    told = []
+    gradient_of = jax.jit(jax.grad(compute_critic_loss, argnums=1, has_aux=True), static_argnums=0)
+    for i, step_key in enumerate(jax.random.split(KEY, 2)):
+        share: Transitions = jax.tree.map(lambda leaf, i=i: leaf[i::2], batch)
+        gradient, more = gradient_of(agent.critic, params, target, share, step_key)
+        params = {name: p - 0.01 * gradient[name] for name, p in params.items()}
+        target = {name: 0.75 * p + 0.25 * params[name] for name, p in target.items()}
+        told.append(more["critic_loss"])
+    for name in params:
+        np.testing.assert_allclose(found.critic[name], params[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found.target_critic[name], target[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(metrics["critic_loss"], np.mean(told), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("ess", "beta"), [(0.01, 50.0), (1.0, 0.005), (0.494, 0.5 * np.exp(0.6))])
+def test_temperature_roams_no_further_than_a_hundredfold(ess: float, beta: float) -> None:
+    """By a hundred times 0.5 − ess in the logarithm, if nothing stopped it."""
+    agent, state = by_hand(beta=0.5, target_ess=0.5)
+    moved, told = agent._update_temperature(state, {"ess": jnp.float32(ess)})
+    np.testing.assert_allclose(jnp.exp(moved.log_beta), beta, rtol=1e-4)
+    np.testing.assert_allclose(told["temperature"], 0.5, rtol=1e-6)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     agent: Acrlpd
@@ -414,6 +533,29 @@ def test_temperature_moves_towards_the_wanted_effective_size_with_the_policys_tu
 
 
 @pytest.mark.xdist_group("acrlpd")
+def test_the_critic_learns_first_and_the_policy_is_judged_by_what_it_knows_then() -> None:
+    """The policy's first turn, taken apart."""
+    done, batch = scheduled(), chunk_batch()
+    agent, before, after = done.agent, done.states[2], done.states[3]
+    _, next_key, _, policy_key = jax.random.split(jax.random.key(2), 4)
+    sample_key, draw_key, _ = jax.random.split(policy_key, 3)
+
+    @jax.jit
+    def advantage(critic: Params) -> Array:
+        prefix = bind(MODEL, before.policy.trained).encode(batch.observations)
+        samples = agent._sample(before.policy.trained, prefix, agent._noise(sample_key, batch.observations))
+        looked = agent.critic.see(batch.observations, prefix)
+        state = dataclasses.replace(before, critic=critic)
+        told = agent._lesson(state, batch, agent._transitions(before, batch, looked, next_key), samples, draw_key)[1]
+        return told["advantage_mean"]
+
+    found = done.metrics[2]["advantage_mean"]
+    np.testing.assert_allclose(found, advantage(after.critic), rtol=1e-3)
+    for other in (before.critic, after.target_critic):
+        assert not np.isclose(found, advantage(other), rtol=1e-2)
+
+
+@pytest.mark.xdist_group("acrlpd")
 def test_updates_are_the_same_to_the_bit_and_another_seed_is_another_run() -> None:
     first = scheduled()
     again = run(first.agent, 3)
@@ -471,6 +613,16 @@ def test_the_policys_step_goes_down_the_gradient_of_the_whole_loss() -> None:
     assert jnp.abs(expected["PaliGemma/img/embedding/kernel"]).max() > 1e-6
     for name, p in plain().states[1].policy.trained.items():
         np.testing.assert_allclose(p, start.policy.trained[name] - 0.1 * expected[name], atol=2e-6, err_msg=name)
+
+
+@pytest.mark.xdist_group("acrlpd")
+def test_augmentation_is_of_what_the_policy_and_the_critic_look_at_and_not_of_what_follows() -> None:
+    done = run(agent_of(actor="bc", bc_scale=1.0, augmentation=True), 1)
+    assert not same(done.states[1].policy.trained, plain().states[1].policy.trained)
+    told, usually = done.metrics[0], plain().metrics[0]
+    for name in ("bc_loss", "q_mean"):
+        assert not np.isclose(told[name], usually[name], rtol=1e-5)
+    np.testing.assert_allclose(told["target_mean"], usually["target_mean"], rtol=1e-6)
 
 
 @pytest.mark.xdist_group("acrlpd")
@@ -614,14 +766,18 @@ def test_the_average_acts_proposes_and_is_saved() -> None:
 @functools.cache
 def choices() -> dict[str, Array]:
     agent, state = plain().agent, plain().states[2]
+    doubtful = agent_of(critic=dataclasses.replace(agent.config.critic, aggregation="min"))
 
     @jax.jit
     def everything(state: AcrlpdState) -> dict[str, Array]:
         observations = chunk_batch().observations
         candidates = agent.sample_candidates(state, observations, KEY, 2)
         whole = jnp.ones((4, 5), bool)
+        prefix = bind(MODEL, agent.policy_params(state)).encode(observations)
         return {
             "candidates": candidates,
+            "members": agent.critic.values(state.critic, agent.critic.see(observations, prefix), candidates),
+            "q_least": doubtful.q_values(state, observations, candidates, whole),
             "q": agent.q_values(state, observations, candidates, whole),
             "q_first": agent.q_values(state, observations, candidates[:, 0], whole),
             "best": agent.act(state, observations, KEY),
@@ -646,19 +802,29 @@ def test_acting_takes_the_candidate_the_critic_values_most_and_one_candidate_nee
 
 
 @pytest.mark.xdist_group("acrlpd")
+def test_values_are_the_aggregate_of_the_members() -> None:
+    found = choices()
+    np.testing.assert_allclose(found["q"], found["members"].mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(found["q_least"], found["members"].min(axis=0), atol=1e-6)
+
+
+@pytest.mark.xdist_group("acrlpd")
 def test_values_of_a_chunk_cut_short_ignore_its_padding() -> None:
     found = choices()
     assert np.isfinite(found["q_cut"]).all()
     assert not np.allclose(found["q_cut"], found["q"])
 
 
-def test_the_best_candidate_is_chosen_by_the_aggregate() -> None:
-    candidates = jnp.array([[[1.0, 0.0], [0.0, 3.0]]])[..., None]  # members say (1, 3) and (0, 6)
-    for aggregation, index in (("mean", 1), ("min", 0)):
-        config = CriticConfig(ensemble=2, hidden=(), head="linear", aggregation=aggregation)  # type: ignore[arg-type]
-        best, values = best_candidate(linear_critic(config=config), ONLINE, seen(0.0), candidates)
-        np.testing.assert_array_equal(best, candidates[:, index])
-        assert values.shape == (1, 2)
+@pytest.mark.parametrize(
+    ("how", "index", "valued"),
+    [("mean", 2, [2, 4, 5]), ("min", 0, [1, 0, -3]), ("half a deviation less", 1, [1.5, 2, 1])],
+)
+def test_the_best_candidate_is_chosen_by_the_aggregate(how: str, index: int, valued: list[float]) -> None:
+    """Members say (1, 3), (0, 8) and (−3, 13)."""
+    candidates = jnp.array([[[1.0, 0.0], [0.0, 4.0], [-3.0, 11.0]]])[..., None]
+    best, values = best_candidate(linear_critic(config=AGGREGATIONS[how]), ONLINE, seen(0.0), candidates)
+    np.testing.assert_array_equal(best, candidates[:, index])
+    np.testing.assert_allclose(values, [valued])
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -685,6 +851,30 @@ def test_a_batch_the_critics_updates_cannot_share_is_refused() -> None:
 def test_bounds_come_from_rewards_and_discount_unless_given() -> None:
     assert agent_of(step_reward=(-1.0, -1.0), last_reward=(0.0, 0.0)).critic.bounds == pytest.approx((-10.0, 0.0))
     assert agent_of(return_range=(-3.0, 4.0)).critic.bounds == (-3.0, 4.0)
+
+
+def test_the_actors_chunk_and_the_datas_are_weighed_each_by_its_own() -> None:
+    """λ_actor = 2 times what is wanted first, λ_bc = 0.3 times what the data holds last; one flow loss for both."""
+    batch = chunk_batch()
+    actions = jnp.stack([1 - jnp.asarray(batch.actions), jnp.asarray(batch.actions)], axis=1)
+    valid = jnp.stack([jnp.ones((4, 5), bool), jnp.asarray(batch.valid)], axis=1)
+    lesson = Lesson(None, actions, valid, jnp.array([0.5, 1.0, 2.0, 3.0]), jnp.array([1.0, 1.0, 0.5, 0.25]))
+    noise, time = draw_noise_and_time(KEY, actions.shape)
+
+    @jax.jit
+    def everything() -> tuple[Array, dict[str, Array], Array, Array]:
+        model = bind(MODEL, params())
+        prefix = model.encode(batch.observations)
+        wanted, held = (model.flow_loss(prefix, actions[:, i], noise[:, i], time[:, i]) for i in range(2))
+        config = acrlpd_config(actor="best_of_n", actor_scale=2.0, bc_scale=0.3)
+        return *compute_loss(config, model, prefix, lesson, noise, time), wanted, held
+
+    loss, told, wanted, held = everything()
+    actor = np.sum(lesson.actor_weight[:, None] * wanted) / 20
+    bc = np.sum(lesson.bc_weight[:, None] * batch.valid * held) / 17
+    np.testing.assert_allclose(told["actor_loss"], actor, rtol=1e-5)
+    np.testing.assert_allclose(told["bc_loss"], bc, rtol=1e-5)
+    np.testing.assert_allclose(loss, 2 * actor + 0.3 * bc, rtol=1e-5)
 
 
 def test_a_lesson_of_drawn_rows_reads_their_prefixes() -> None:

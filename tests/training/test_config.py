@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pistar.config import AcrlpdConfig
+from pistar.config import AcrlpdConfig, CriticConfig
 from pistar.data.rewards import FromCsv
 from pistar.errors import UserError
 from pistar.presets import PRESETS, get_config, list_configs
@@ -21,12 +21,12 @@ def test_a_preset_survives_yaml(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "robot", "dims", "horizon", "critics", "hidden", "candidates", "batch", "actor_lr", "critic_lr", "bc"),
+    ("name", "robot", "dims", "horizon", "critic", "candidates", "batch", "actor_lr", "critic_lr", "bc", "target_ess"),
     [
-        ("rl_aloha_fold", "aloha", 14, 20, 10, (512,) * 3, 4, 256, 3e-5, 3e-4, 0.05),
-        ("rl_fold_box", "aloha", 14, 20, 2, (256,) * 2, 4, 128, 1e-5, 1e-3, 0.1),
-        ("rl_libero", "libero", 7, 10, 10, (512,) * 3, 8, 256, 3e-5, 3e-4, 0.05),
-        ("rl_droid", "droid", 8, 10, 10, (512,) * 3, 4, 256, 3e-5, 3e-4, 0.05),
+        ("rl_aloha_fold", "aloha", 14, 20, CriticConfig(10, (512,) * 3, dropout=0.1), 4, 256, 3e-5, 3e-4, 0.05, 0.3),
+        ("rl_fold_box", "aloha", 14, 20, CriticConfig(2, (256,) * 2), 4, 128, 1e-5, 1e-3, 0.1, 0.3),
+        ("rl_libero", "libero", 7, 10, CriticConfig(10, (512,) * 3), 8, 256, 3e-5, 3e-4, 0.05, None),
+        ("rl_droid", "droid", 8, 10, CriticConfig(10, (512,) * 3), 4, 256, 3e-5, 3e-4, 0.05, None),
     ],
 )
 def test_presets_are_those_of_the_table(
@@ -34,20 +34,21 @@ def test_presets_are_those_of_the_table(
     robot: str,
     dims: int,
     horizon: int,
-    critics: int,
-    hidden: tuple[int, ...],
+    critic: CriticConfig,
     candidates: int,
     batch: int,
     actor_lr: float,
     critic_lr: float,
     bc: float,
+    target_ess: float | None,
 ) -> None:
     config = get_config(name)
     algorithm = config.algorithm
     assert isinstance(algorithm, AcrlpdConfig)
     assert (config.robot, config.model.action_horizon, config.batch_size) == (robot, horizon, batch)
     assert (algorithm.action_dims, algorithm.horizon, algorithm.candidates) == (dims, horizon, candidates)
-    assert (algorithm.critic.ensemble, algorithm.critic.hidden, algorithm.bc_scale) == (critics, hidden, bc)
+    assert (algorithm.critic, algorithm.bc_scale, algorithm.target_ess) == (critic, bc, target_ess)
+    assert algorithm.critic_warmup == 1_000
     assert 0.99 <= algorithm.gamma <= 0.999
     assert algorithm.tau == 0.005
     assert config.policy_optimizer.schedule.peak_lr == actor_lr
@@ -115,7 +116,13 @@ def test_a_yaml_that_is_not_there() -> None:
     [
         ({"steps": 0}, "steps is 0"),
         ({"seed": -1}, "seed is -1"),
-        ({"temperature_lr": 0.0}, "temperature_lr is 0.0"),
+        ({"audit_every": -10}, "audit_every is -10"),
+        ({"audit_frames": 0}, "audit_frames is 0"),
+        ({"keep_every": 0}, "keep_every is 0"),
+        ({"fsdp_devices": 0}, "fsdp_devices is 0"),
+        ({"gradient_accumulation": 3}, "gradient_accumulation is 3, which cannot share a batch of 8"),
+        ({"steps": 2, "save_every": 2}, "steps is 2 and algorithm.critic_warmup 2: the policy would never be trained"),
+        ({"steps": 25, "updates_per_dispatch": 2, "log_every": 2}, "steps is 25, no multiple of updates_per_dispatch"),
         ({"robot": "libero"}, "algorithm.action_dims is 14 but libero has 7"),
     ],
 )

@@ -12,20 +12,31 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
+from pistar.agents.acrlpd import Acrlpd
+from pistar.config import LoraConfig
+from pistar.data.norm_stats import load_norm_stats
+from pistar.data.rewards import RewardScheme
 from pistar.data.robots import example_observation, find_robot
+from pistar.data.source import ChunkSource
 from pistar.errors import UserError
-from pistar.training.checkpoints import read_params
+from pistar.models.pi0 import param_shapes
+from pistar.training.checkpoints import read_params, write_checkpoint
 from pistar.training.config import BcConfig, RLTrainConfig, load_config
+from pistar.training.contract import read_contract
 from pistar.training.metrics import read_metrics
-from pistar.training.offline import train
+from pistar.training.offline import train, use_compilation_cache
+from pistar.training.optimizers import AdamWConfig, CosineSchedule
 from pistar.training.policy import load_policy
-from pistar.training.run import make_agent
+from pistar.training.run import make_agent, prepare
 from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
 from small_run import LEROBOT, MODEL, small_run
@@ -121,7 +132,7 @@ def wait_until(true: Callable[[], bool], process: "subprocess.Popen[str]") -> No
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("checkpoint", [0, 4])
+@pytest.mark.parametrize("checkpoint", [0, 3])
 def test_a_run_that_was_killed_goes_on_to_the_bit(finished: Path, tmp_path: Path, cache: Path, checkpoint: int) -> None:
     """At a random moment: before the first checkpoint, or while the one after is being written."""
     folder = small_run(tmp_path, cache).folder
@@ -169,7 +180,7 @@ def test_checkpoints_are_thinned_out(tmp_path: Path, cache: Path) -> None:
 
 
 def test_several_updates_a_call_come_to_the_same_end(finished: Path, tmp_path: Path, cache: Path) -> None:
-    config = small_run(tmp_path, cache, updates_per_dispatch=2)
+    config = small_run(tmp_path, cache, updates_per_dispatch=2, save_every=4)
     quietly(config)
     ours, theirs = (read_params(folder / "checkpoints" / "12") for folder in (config.folder, finished))
     for name in theirs:
@@ -190,22 +201,81 @@ def test_eight_devices_in_two_parts_each_train_what_one_trains(tmp_path: Path, c
             np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
 
 
-def test_imitation_runs_through_the_same_loop(tmp_path: Path, cache: Path) -> None:
-    config = small_run(tmp_path, cache, algorithm=BcConfig())
+def test_imitation_runs_through_the_same_loop_and_needs_no_labels(tmp_path: Path, cache: Path) -> None:
+    config = small_run(tmp_path / "runs", cache, algorithm=BcConfig())
+    data = dataclasses.replace(config.data, datasets=(str(without("next.success", tmp_path)),))
+    config = dataclasses.replace(config, data=data)
     quietly(config)
     assert not verify(config.folder / "checkpoints" / "12").problems
     assert all("loss" in line and "critic_loss" not in line for line in told(config.folder))
 
 
 def test_a_run_starts_from_a_checkpoint_with_its_own_statistics(finished: Path, tmp_path: Path, cache: Path) -> None:
-    config = small_run(tmp_path, cache, checkpoint=str(finished / "checkpoints" / "12"), steps=2, save_every=2)
+    """And with its weights: after one update of the policy the average has moved a hundredth of the way."""
+    start = finished / "checkpoints" / "12"
+    config = small_run(tmp_path, cache, checkpoint=str(start), steps=3)
     said = quietly(config)
     assert "assets/pistar of" in said
-    before, after = (
-        folder / "assets" / "pistar" / "norm_stats.json"
-        for folder in (finished / "checkpoints" / "12", config.folder / "checkpoints" / "2")
-    )
+    end = config.folder / "checkpoints" / "3"
+    before, after = (folder / "assets" / "pistar" / "norm_stats.json" for folder in (start, end))
     assert before.read_text() == after.read_text()
+    first, raw, served = read_params(start), read_params(end, weights="raw"), read_params(end)
+    assert any(not np.array_equal(raw[name], served[name]) for name in served)
+    for name, average in served.items():
+        np.testing.assert_allclose(average, 0.99 * first[name] + 0.01 * raw[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_what_is_held_out_is_never_drawn_and_successes_can_be_all_there_is(tmp_path: Path, cache: Path) -> None:
+    config = small_run(tmp_path, cache)
+    run = prepare(config, dry=True)
+    (held_out,) = run.held_out
+    (drawn,) = (part.source for part in run.loader.parts)
+    assert isinstance(drawn, ChunkSource)
+    assert len(held_out.starts)
+    assert not set(drawn.starts) & set(held_out.starts)
+    assert run.windows == len(drawn.starts)
+    only = dataclasses.replace(config, data=dataclasses.replace(config.data, only_successes=True))
+    assert prepare(only, dry=True).episodes[0] < run.episodes[0]
+
+
+def test_each_optimiser_has_its_own_rate(tmp_path: Path, cache: Path) -> None:
+    def rate(peak: float) -> AdamWConfig:
+        return AdamWConfig(schedule=CosineSchedule(warmup_steps=0, peak_lr=peak, decay_steps=10, decay_lr=0.0))
+
+    config = small_run(
+        tmp_path, cache, policy_optimizer=rate(1.0), critic_optimizer=rate(2.0), temperature_optimizer=rate(3.0)
+    )
+    agent = make_agent(config)
+    assert isinstance(agent, Acrlpd)
+    for optimizer, peak in (
+        (agent.policy_optimizer, 1.0),
+        (agent.critic_optimizer, 2.0),
+        (agent.temperature_optimizer, 3.0),
+    ):
+        change, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.zeros(())), jnp.zeros(()))
+        np.testing.assert_allclose(change, -peak, rtol=1e-5)
+
+
+def test_a_schedule_that_does_not_fit_the_run_is_told(tmp_path: Path, cache: Path) -> None:
+    """`debug` has schedules for 20 updates."""
+    assert not [note for note in prepare(small_run(tmp_path, cache, steps=20), dry=True).notes if "rate" in note]
+    notes = prepare(small_run(tmp_path, cache, steps=200), dry=True).notes
+    assert any("policy_optimizer's rate comes down over 20 updates and this run makes 198" in note for note in notes)
+    assert any("--critic-optimizer.schedule.decay-steps 200" in note for note in notes)
+
+
+def test_programs_are_kept_where_the_user_has_not_said_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept: dict[str, object] = {}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("PISTAR_CACHE", str(tmp_path))
+    settings = SimpleNamespace(jax_compilation_cache_dir=None, update=kept.__setitem__)
+    monkeypatch.setattr(jax, "config", settings)
+    use_compilation_cache()
+    assert kept["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
+    kept.clear()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    use_compilation_cache()
+    assert not kept
 
 
 def test_a_dry_run_checks_everything_and_leaves_nothing(tmp_path: Path) -> None:
@@ -247,6 +317,16 @@ def test_resuming_with_another_model_is_refused_and_with_other_rates_noted(
     longer = small_run(tmp_path, cache, steps=14)
     with pytest.raises(UserError, match=r"model.action_horizon was 6 and is now 7"):
         quietly(dataclasses.replace(longer, model=dataclasses.replace(MODEL, action_horizon=7)), resume=True)
+    algorithm: Any = longer.algorithm
+    linear = dataclasses.replace(algorithm, critic=dataclasses.replace(algorithm.critic, head="linear"))
+    with pytest.raises(UserError, match=r"algorithm.critic.head was bounded and is now linear"):
+        quietly(dataclasses.replace(longer, algorithm=linear), resume=True)
+    with pytest.raises(UserError, match="is at step 12, no multiple of updates_per_dispatch 8"):
+        quietly(
+            small_run(tmp_path, cache, steps=16, save_every=8, log_every=8, audit_every=8, updates_per_dispatch=8),
+            resume=True,
+        )
+    assert load_config(tmp_path / "debug" / "config.yaml") == small_run(finished.parent, cache)
     said = quietly(dataclasses.replace(longer, batch_size=2, audit_every=0), resume=True)
     assert "note: batch_size was 4 and is 2 from here on" in said
 
@@ -261,7 +341,9 @@ def test_resuming_on_data_with_other_statistics_is_refused(finished: Path, tmp_p
         quietly(other, resume=True)
     kept = Path(str(e.value).removesuffix(".").split()[-1])
     data = dataclasses.replace(other.data, norm_stats=kept)
-    assert "note: data.held_out was 0.2 and is 0.5" in quietly(dataclasses.replace(other, data=data), resume=True)
+    said = quietly(dataclasses.replace(other, data=data), resume=True)
+    assert "note: data.held_out was 0.2 and is 0.5" in said
+    assert "episodes held out so far may be trained on" in said
 
 
 def test_gradient_accumulation_reaches_the_agent(tmp_path: Path, cache: Path) -> None:
@@ -305,7 +387,10 @@ def test_bad_settings_are_refused_before_anything_is_compiled(tmp_path: Path, ca
             lambda: dataclasses.replace(config, gradient_accumulation=3),
             "gradient_accumulation is 3, which cannot share",
         ),
-        (lambda: dataclasses.replace(config, log_every=3, updates_per_dispatch=2), "log_every is 3, no multiple"),
+        (
+            lambda: dataclasses.replace(config, log_every=3, save_every=4, updates_per_dispatch=2),
+            "log_every is 3, no multiple",
+        ),
         (lambda: quietly(dataclasses.replace(config, tokenizer="/nowhere")), "tokenizer /nowhere"),
         (lambda: quietly(dataclasses.replace(config, checkpoint=str(tmp_path / "none"))), "does not exist"),
     ]
@@ -321,6 +406,45 @@ def test_a_dataset_without_rewards_is_refused(tmp_path: Path, cache: Path) -> No
     data = dataclasses.replace(config.data, datasets=(str(without("next.success", tmp_path)),))
     with pytest.raises(UserError, match=r"no column 'next.success'"):
         quietly(dataclasses.replace(config, data=data))
+
+
+def test_recorded_rewards_must_be_within_the_configs_reach(tmp_path: Path, cache: Path) -> None:
+    config = small_run(tmp_path, cache)
+    data = dataclasses.replace(config.data, rewards=RewardScheme("recorded"))
+    algorithm: Any = config.algorithm
+    algorithm = dataclasses.replace(algorithm, step_reward=(-2.0, -1.5))
+    with pytest.raises(
+        UserError, match=r"algorithm.step_reward is \(-2.0, -1.5\) but .* pays .* there; set it to that"
+    ):
+        prepare(dataclasses.replace(config, data=data, algorithm=algorithm), dry=True)
+
+
+def test_a_batch_that_devices_cannot_share_is_refused(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    with pytest.raises(UserError, match="batch_size is 4, which 3 devices cannot share; use a multiple of 3"):
+        prepare(small_run(tmp_path, cache), dry=True)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="2 devices in 4 parts each cannot share; use a multiple of 8"):
+        prepare(small_run(tmp_path, cache, gradient_accumulation=4), dry=True)
+
+
+def test_a_checkpoint_of_another_tokenizer_or_with_adapters_is_refused(
+    finished: Path, tmp_path: Path, cache: Path
+) -> None:
+    shutil.copytree(finished / "checkpoints" / "12", tmp_path / "12")
+    path = tmp_path / "12" / "contract.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}))
+    with pytest.raises(UserError, match="tokenizer"):
+        quietly(small_run(tmp_path, cache, checkpoint=str(tmp_path / "12")), dry_run=True)
+    model = dataclasses.replace(MODEL, vlm=dataclasses.replace(MODEL.vlm, lora=LoraConfig(2, 2.0)))
+    contract = dataclasses.replace(read_contract(finished / "checkpoints" / "12" / "contract.json"), model=model)
+    stats = load_norm_stats(finished / "checkpoints" / "12" / "assets" / "pistar" / "norm_stats.json")
+    params = {name: np.zeros(struct.shape, np.float32) for name, struct in param_shapes(model).items()}
+    adapters = write_checkpoint(tmp_path / "lora", 1, params, {"pistar": stats}, contract)
+    with pytest.raises(UserError, match=r"has adapters and model.vlm.lora is none"):
+        quietly(small_run(tmp_path, cache, checkpoint=str(adapters)), dry_run=True)
 
 
 @pytest.mark.parametrize(

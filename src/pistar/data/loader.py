@@ -99,7 +99,7 @@ class Loader:
             raise UserError(f"The weights of the mixture are {weights}; give shares from 0 up, not all of them 0.")
         if not 0 <= seed < 2**63:
             raise UserError(f"seed is {seed}; give a whole number from 0 up, below 2⁶³.")
-        self._parts, self.batch_size, self._seed, self._host, self._hosts = tuple(parts), batch_size, seed, host, hosts
+        self.parts, self.batch_size, self._seed, self._host, self._hosts = tuple(parts), batch_size, seed, host, hosts
         self._sharding, self._ahead, self._workers = sharding, ahead, workers
         self._memory = _Memory()
         fixed = [part.source for part in parts if isinstance(part.source, ChunkSource)]
@@ -155,7 +155,7 @@ class Loader:
         """What can be drawn from now, and its share."""
         there = [
             (source, part.weight)
-            for part in self._parts
+            for part in self.parts
             if (source := part.source if isinstance(part.source, ChunkSource) else part.source.source()) is not None
         ]
         if sum(weight for _, weight in there) <= 0:

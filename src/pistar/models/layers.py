@@ -5,10 +5,12 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from pistar.config import Remat
 
 M = TypeVar("M", bound=nnx.Module)
+T = TypeVar("T")
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -28,9 +30,25 @@ def scan_layers(
 
     def body(carry: Carry, layer: tuple[Any, Any]) -> tuple[Carry, Y]:
         params, x = layer
-        return step(carry, nnx.merge(graph, params), x)
+        return step(over_rows(carry), nnx.merge(graph, params), x)
 
     return jax.lax.scan(_rematerialised(body, remat), carry, (params, xs))
+
+
+def over_rows(tree: T) -> T:
+    """Rows spread over all devices of the mesh in force (`jax.set_mesh`), if there is one.
+
+    Without this XLA may rather split activations as the weights are split, and hold every row on every device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def constrain(leaf: jax.Array) -> jax.Array:
+        if leaf.shape[0] % mesh.size:
+            return leaf
+        spread: jax.Array = jax.lax.with_sharding_constraint(leaf, PartitionSpec(mesh.axis_names))  # type: ignore[no-untyped-call]
+        return spread
+
+    return tree if mesh.empty else jax.tree.map(constrain, tree)
 
 
 def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ from pistar.data.loader import gather_chunks, to_devices
 from pistar.data.source import ChunkSource
 from pistar.errors import UserError
 from pistar.training.audit_numbers import STREAM, Values, choose_frames, summarise
-from pistar.training.run import Run, row_sharding
+from pistar.training.run import Run
+from pistar.training.sharding import over_rows
 from pistar.types import AnyArray, Observation, pytree
 
 S = TypeVar("S", contravariant=True)
@@ -124,7 +125,7 @@ class Audit(Generic[S]):
             seed=config.seed,
             frames=config.audit_frames,
             batch_size=config.batch_size,
-            sharding=row_sharding(),
+            sharding=over_rows(run.mesh),
         )
 
     def _gather(self, sources: Sequence[ChunkSource], batch_size: int) -> list[_Shown]:

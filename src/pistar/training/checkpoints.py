@@ -21,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from pistar.data.norm_stats import NormStats, save_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
 from pistar.models.pi0 import Params, param_shapes
 from pistar.training.contract import CONTRACT_FILE, Contract, write_contract
+from pistar.training.hosts import is_leader, meet, several
 from pistar.types import AnyArray
 
 Weights = Literal["serving", "raw"]
@@ -191,13 +193,17 @@ class Leaf:
         """Its shape and dtype."""
         return jax.ShapeDtypeStruct(self.store.shape, self.store.dtype.numpy_dtype)  # type: ignore[no-untyped-call]
 
-    def read(self, dtype: DTypeLike | None = None) -> np.ndarray:
-        """Into memory."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return tuple(self.store.shape)
+
+    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Into memory, all of it or a part."""
         try:
-            array = np.asarray(self.store.read().result())
+            return np.asarray(self.store[index].read().result())
         except ValueError as error:
             raise _unreadable(self.folder, self.name, error) from error
-        return array if dtype is None else array.astype(dtype)
 
 
 def read_params(
@@ -213,7 +219,7 @@ def iter_params(
     """The same, one by one: only one parameter is in memory."""
     with open_checkpoint(path) as checkpoint:
         for leaf in checkpoint.leaves(weights):
-            yield leaf.name, leaf.read(dtype)
+            yield leaf.name, leaf.read() if dtype is None else leaf.read().astype(dtype)
 
 
 def param_metadata(path: str | Path, weights: Weights = "serving") -> dict[str, jax.ShapeDtypeStruct]:
@@ -307,26 +313,47 @@ def write_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f".{step}.unfinished-"  # hidden: neither OpenPI nor we take it for a step
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=final.parent) as work:
-        whole = Path(work, "checkpoint")
+    with _work_folder(final.parent, prefix) as work:
+        whole = work / "checkpoint"
         _save_arrays(whole, params, train_state)
-        for asset_id, asset in norm_stats.items():
-            save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
-        write_contract(whole / CONTRACT_FILE, contract)
-        before_it_appears()
-        replaced = Path(work, "replaced")
-        if final.exists():
-            final.rename(replaced)
-        try:
-            whole.rename(final)
-        except OSError:
-            if replaced.exists():  # or it would go with the work folder
-                replaced.rename(final)
-            raise
-    # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
-    for leftover in final.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover)
+        if is_leader():
+            for asset_id, asset in norm_stats.items():
+                save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
+            write_contract(whole / CONTRACT_FILE, contract)
+            before_it_appears()
+            _appear(whole, final, work / "replaced")
+    if is_leader():
+        # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
+        for leftover in final.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover)
+    meet(f"{final} is there")
     return final
+
+
+@contextlib.contextmanager
+def _work_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """To write in, and gone afterwards. Several hosts have one together."""
+    if not several():
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as work:
+            yield Path(work)
+        return
+    shared = parent / f"{prefix}hosts"
+    if is_leader():
+        shutil.rmtree(shared, ignore_errors=True)
+        shared.mkdir()
+    meet(f"{shared} is empty")
+    yield shared
+
+
+def _appear(whole: Path, final: Path, replaced: Path) -> None:
+    if final.exists():
+        final.rename(replaced)
+    try:
+        whole.rename(final)
+    except OSError:
+        if replaced.exists():  # or it would go with the work folder
+            replaced.rename(final)
+        raise
 
 
 def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> list[str]:
@@ -353,7 +380,7 @@ def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: obje
         items["train_state"] = ocp.args.PyTreeSave(train_state)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder, args=ocp.args.Composite(**items))
-    for marker in folder.rglob("commit_success.txt"):
+    for marker in folder.rglob("commit_success.txt") if is_leader() else ():
         marker.unlink()  # newer than OpenPI's Orbax, and it names the folder we are about to rename
 
 
@@ -390,15 +417,16 @@ class LoadReport:
 
 def load_into(
     shapes: Mapping[str, jax.ShapeDtypeStruct],
-    params: Mapping[str, AnyArray],
+    params: Mapping[str, AnyArray] | Mapping[str, Leaf],
     *,
     fill: Callable[[tuple[str, ...]], Mapping[str, AnyArray]] | None = None,
     drop: str | None = None,
+    place: Callable[[str], Array] | None = None,
 ) -> tuple[Params, LoadReport]:
     """A checkpoint's parameters for a model of these shapes, in the model's dtypes. All fits, or nothing is loaded.
 
     `fill` draws the named adapters from the model's own initialisation; `drop` is a regular expression that a whole
-    name must match for the parameter to be left behind.
+    name must match for the parameter to be left behind; `place` brings one to its devices (None: to the first).
     """
     left_out = tuple(name for name in params if drop is not None and re.fullmatch(drop, name))
     given = {name: param for name, param in params.items() if name not in left_out}
@@ -420,13 +448,22 @@ def load_into(
         "use the config it was trained with, or name them in `drop`",
     )
     filled = tuple(missing)
-    source = given if fill is None or not filled else given | dict(fill(filled))
-    # Cast where the array is, before it travels to the device.
-    loaded = {name: jnp.asarray(source[name].astype(struct.dtype)) for name, struct in shapes.items()}
+    drawn = dict(fill(filled)) if fill is not None and filled else {}
+
+    def put(name: str) -> Array:
+        if name in drawn:
+            return jnp.asarray(drawn[name].astype(shapes[name].dtype))
+        if place is not None:
+            return place(name)
+        source = given[name]
+        array = source.read() if isinstance(source, Leaf) else source
+        return jnp.asarray(array.astype(shapes[name].dtype))  # cast where the array is, before it travels
+
+    loaded = {name: put(name) for name in shapes}
     return loaded, LoadReport(taken=tuple(name for name in shapes if name in given), filled=filled, left_out=left_out)
 
 
-def _refuse_another_model(shapes: Mapping[str, jax.ShapeDtypeStruct], given: Mapping[str, AnyArray]) -> None:
+def _refuse_another_model(shapes: Mapping[str, jax.ShapeDtypeStruct], given: Mapping[str, AnyArray | Leaf]) -> None:
     ours, theirs = model_type(shapes), model_type(given)
     if ours and theirs and ours != theirs:
         raise UserError(

@@ -1,7 +1,6 @@
 """What a training run is made of. Frozen, validated at birth, written to the run's folder as YAML."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +21,7 @@ from pistar.data.robots import find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType
 from pistar.tables import from_table, to_table
-from pistar.training.optimizers import AdamWConfig
+from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
 Success = FromColumn | FromEpisodes | FromCsv
 Tracker = Literal["tensorboard", "wandb"]
@@ -106,11 +105,18 @@ class RLTrainConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     policy_optimizer: AdamWConfig = dataclasses.field(default_factory=AdamWConfig)
     critic_optimizer: AdamWConfig = dataclasses.field(default_factory=AdamWConfig)
-    temperature_lr: float = 1e-2
+    temperature_optimizer: AdamWConfig = dataclasses.field(
+        default_factory=lambda: AdamWConfig(
+            schedule=CosineSchedule(warmup_steps=0, peak_lr=1e-2, decay_steps=1, decay_lr=1e-2)
+        )
+    )
+    """Of an adaptive temperature: at a constant rate, unless you say otherwise."""
     steps: int = 30_000
     """Updates, each of one batch."""
     batch_size: int = 32
     """Of all devices and hosts together."""
+    fsdp_devices: int | None = None
+    """Devices the weights, moments and critic are split over. None: all there are. The batch is always over all."""
     gradient_accumulation: int = 1
     """Parts a batch is worked through in: as many times less memory for activations, the same result."""
     updates_per_dispatch: int = 1
@@ -134,15 +140,19 @@ class RLTrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "gradient_accumulation", "updates_per_dispatch")
-        for name in (*counts, "log_every", "save_every", "keep_last"):
-            if getattr(self, name) < 1:
+        for name in (*counts, "log_every", "save_every", "keep_last", "keep_every", "audit_frames"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; use a whole number of at least 1.")
+        if self.audit_every < 0:
+            raise UserError(f"audit_every is {self.audit_every}; use a number of updates, or 0 for never.")
+        if self.fsdp_devices is not None and self.fsdp_devices < 1:
+            raise UserError(f"fsdp_devices is {self.fsdp_devices}; use a divisor of the devices, or none for all.")
         if self.batch_size % self.gradient_accumulation:
             raise UserError(
                 f"gradient_accumulation is {self.gradient_accumulation}, which cannot share a batch of "
                 f"{self.batch_size}; use a divisor of batch_size."
             )
-        for name in ("save_every", "log_every", "audit_every"):
+        for name in ("steps", "save_every", "log_every", "audit_every"):
             if getattr(self, name) % self.updates_per_dispatch:
                 raise UserError(
                     f"{name} is {getattr(self, name)}, no multiple of updates_per_dispatch "
@@ -150,8 +160,6 @@ class RLTrainConfig:
                 )
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}; give a whole number from 0 up.")
-        if not 0 < self.temperature_lr < math.inf:
-            raise UserError(f"temperature_lr is {self.temperature_lr}; a learning rate is positive (0.01).")
         robot = find_robot(self.robot)
         if sorted(robot.cameras) != sorted(self.model.cameras):
             raise UserError(
@@ -186,6 +194,11 @@ class RLTrainConfig:
                 f"rewards of kind {rewards.kind!r} pay, {paid[0]} and {paid[1]}; set these, so that values are bounded "
                 "by what can be reached."
             )
+        if self.steps <= algorithm.critic_warmup:
+            raise UserError(
+                f"steps is {self.steps} and algorithm.critic_warmup {algorithm.critic_warmup}: the policy would never "
+                "be trained; raise steps or lower the warm-up."
+            )
         if self.batch_size % algorithm.critic_updates:
             raise UserError(
                 f"batch_size is {self.batch_size}, which {algorithm.critic_updates} critic_updates cannot share; "
@@ -210,8 +223,10 @@ class RLTrainConfig:
 
 
 def save_config(path: Path, config: RLTrainConfig) -> None:
-    """Complete, as YAML."""
-    path.write_text(yaml.safe_dump(to_table(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    """Complete, as YAML; whole or not at all."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(yaml.safe_dump(to_table(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    aside.replace(path)
 
 
 def load_config(path: Path, default: RLTrainConfig | None = None) -> RLTrainConfig:
@@ -229,6 +244,14 @@ def load_config(path: Path, default: RLTrainConfig | None = None) -> RLTrainConf
         raise UserError(f"{path}: {error}") from error
 
 
+SET_FOR_GOOD = (
+    *("model.", "robot", "tokenizer", "prompt_format", "norm"),
+    *("algorithm.critic.", "algorithm.step_reward", "algorithm.last_reward", "algorithm.return_range", "data.rewards"),
+)
+"""What weights were made for: with another one they would mean something else, even where they fit."""
+
+DECIDES_HELD_OUT = ("seed", "data.held_out", "data.datasets")
+
 HARMLESS = (
     "steps",
     "log_every",
@@ -243,6 +266,7 @@ HARMLESS = (
     "data.cache_dir",
     "data.frames",
     "gradient_accumulation",
+    "fsdp_devices",
 )
 """May change between the parts of a run: they decide how long it is and what is told of it, not what is learnt."""
 

@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import threading
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pistar.errors import UserError
+from pistar.training.hosts import is_leader
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -60,12 +62,16 @@ class MetricsLog:
     """Writes lines from a thread of its own, which is where device values are waited for."""
 
     def __init__(self, folder: Path, sinks: Sequence[Sink] = (), *, after: int = -1) -> None:
-        """Goes on with the file there, without its lines after step `after`: those updates will be made again."""
-        self._path, self._sinks = folder / METRICS_FILE, sinks
-        lines = [line for line in read_metrics(self._path) if line["step"] <= after]
-        aside = self._path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        aside.replace(self._path)
+        """Goes on with the file there, without its lines after step `after`: those updates will be made again.
+
+        Of several hosts one writes; the others look at the numbers all the same, and stop where it stops.
+        """
+        self._path, self._sinks = folder / METRICS_FILE if is_leader() else Path(os.devnull), sinks
+        if is_leader():
+            lines = [line for line in read_metrics(self._path) if line["step"] <= after]
+            aside = self._path.with_suffix(".tmp")
+            aside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            aside.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
         self._queue: queue.Queue[tuple[int, Any, Mapping[str, float]] | None] = queue.Queue()
         self._failed: BaseException | None = None
@@ -81,7 +87,8 @@ class MetricsLog:
         """Until all lines are on the disk."""
         self._queue.join()
         self._raise()
-        os.fsync(self._file.fileno())
+        if is_leader():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """After the last line."""
@@ -147,6 +154,11 @@ def check_trackers(names: Iterable[str]) -> None:
             )
 
 
+def trackers_of(names: Iterable[str], folder: Path, run_name: str, config: Mapping[str, Any]) -> list[Sink]:
+    """All that are wanted, on the host that writes."""
+    return [open_tracker(name, folder, run_name, config) for name in names if is_leader()]
+
+
 def open_tracker(name: str, folder: Path, run_name: str, config: Mapping[str, Any]) -> Sink:
     """TensorBoard, or Weights & Biases (offline too: WANDB_MODE=offline)."""
     if name == "tensorboard":
@@ -173,11 +185,13 @@ class _Wandb:
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        # The same id after a resume: one run, one curve.
+        kept = folder / "wandb_id"  # the same after a resume: one run, one curve; and another one's is another
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex, encoding="utf-8")
         self._run = wandb.init(
             project="pistar",
             name=run_name,
-            id=run_name.replace("/", "-"),
+            id=kept.read_text(encoding="utf-8"),
             dir=str(folder),
             config=dict(config),
             resume="allow",

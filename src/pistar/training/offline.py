@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Generator
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,12 +25,22 @@ from pistar.errors import UserError
 from pistar.models.pi0 import Params, param_shapes
 from pistar.tables import to_table
 from pistar.training.audit import Audit
-from pistar.training.config import HARMLESS, RLTrainConfig, differences, load_config, save_config
+from pistar.training.config import (
+    DECIDES_HELD_OUT,
+    HARMLESS,
+    SET_FOR_GOOD,
+    RLTrainConfig,
+    differences,
+    load_config,
+    save_config,
+)
 from pistar.training.contract import CONTRACT_FILE, Contract, read_contract
-from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, open_tracker
+from pistar.training.hosts import is_leader, meet, preempted, several
+from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
 from pistar.training.progress import ProgressLine, describe
-from pistar.training.run import Run, first_params, prepare, row_sharding
+from pistar.training.run import Run, first_params, prepare
 from pistar.training.saving import Parts, Saver, restore, saved_steps, sort_leaves
+from pistar.training.sharding import state_sharding
 
 CONFIG_FILE = "config.yaml"
 
@@ -44,55 +55,57 @@ def train(
 ) -> Path | None:
     """Run it to its last step. Returns the last checkpoint, or nothing where none was made."""
     use_compilation_cache()
-    folder = config.folder
-    start_from = None if dry_run else _claim_folder(config, console, resume=resume, overwrite=overwrite)
-    run = prepare(config, dry=dry_run)  # what it refuses must not cost an old run
+    folder, checkpoints = config.folder, config.folder / "checkpoints"
+    # A dry run of a resume has something to compare with; one of a new run wants no folder.
+    start_from = _claim_folder(config, console, resume=resume, overwrite=overwrite) if resume or not dry_run else None
+    run = prepare(config, dry=dry_run)
     if start_from is not None:
-        _compare_contracts(folder / "checkpoints" / str(start_from), run.contract)
+        _compare_contracts(checkpoints / str(start_from), run.contract)
     describe(run, console)
-    dispatch = make_dispatch(run)
     abstract = jax.eval_shape(lambda params: _first_state(run, params), param_shapes(config.model))
+    where = state_sharding(abstract, run.mesh)
+    dispatch = make_dispatch(run, where)
     if dry_run:
         _check_shapes(run, dispatch, abstract, console)
         return None
 
-    if overwrite and folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(folder / CONFIG_FILE, config)
-    checkpoints = folder / "checkpoints"
-    saver = Saver(
-        checkpoints,
-        {run.contract.asset_id: run.norm_stats},
-        run.contract,
-        keep_last=config.keep_last,
-        keep_every=config.keep_every,
-    )
-    sinks = [
-        open_tracker(name, folder, str(config.exp_name or config.name), to_table(config)) for name in config.trackers
-    ]
-    log = MetricsLog(folder, sinks, after=start_from or 0)
     audit = Audit.of(run)
-    try:
-        with StopRequest() as stop, ProgressLine(console, config) as line:
-            line.says("loading weights" if start_from is None else f"restoring step {start_from}")
-            window: Window = {}
-            if start_from is None:
-                # As one program: the compilation cache keeps it, where hundreds of small ones are made anew each time.
-                state = jax.jit(lambda params: _first_state(run, params))(first_params(config))
-            else:
-                state, window = restore(checkpoints, start_from, abstract, lambda state: _sorted(run.agent, state))
-            state, step = jax.device_put(state, _everywhere()), start_from or 0
+    with StopRequest() as stop, ProgressLine(console, config) as line, jax.set_mesh(run.mesh):
+        line.says("loading weights" if start_from is None else f"restoring step {start_from}")
+        window: Window = {}
+        if start_from is None:
+            # As one program: the compilation cache keeps it, where hundreds of small ones are made anew each time.
+            begin = jax.jit(lambda params: _first_state(run, params), donate_argnums=0, out_shardings=where)
+            state = begin(first_params(config, run.mesh))
+        else:
+            state, window = restore(checkpoints, start_from, abstract, where, lambda s: _sorted(run.agent, s))
+        step = start_from or 0
+
+        # Whatever could be refused has been, on every host: only now an old run goes, or its settings.
+        meet("everything is loaded")
+        if is_leader():
+            if overwrite and folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(folder / CONFIG_FILE, config)
+        meet("the folder is ready")
+        run_name = str(config.exp_name or config.name)
+        with (
+            closing(
+                MetricsLog(folder, trackers_of(config.trackers, folder, run_name, to_table(config)), after=step)
+            ) as log,
+            closing(Saver(checkpoints, run.norm_stats, run.contract, config.keep_last, config.keep_every)) as saver,
+        ):
             batches = _dispatches(run, step)
             line.says("compiling the update")
-            while step < config.steps and not stop.requested:
+            while step < config.steps and not stop.requested(step):
                 with line.waits():
                     taken = next(batches)
                 state, measured = dispatch(state, taken, jnp.int32(step))
                 window = add_windows(window, measured)
                 step += len(taken)
                 line.stepped(step, state)
-                if step % config.log_every == 0:
+                if step % config.log_every == 0 or step == config.steps:
                     log.log(step, window, line.rates())
                     window = {}
                 if audit is not None and step % config.audit_every == 0:
@@ -102,14 +115,11 @@ def train(
                 if step % config.save_every == 0 or step == config.steps:
                     saver.save(step, _sorted(run.agent, state), window, log.flush)
             batches.close()
-            if stop.requested and step % config.save_every and step < config.steps:
+            if stop.heard and step % config.save_every and step < config.steps:
                 line.says(f"saving step {step}")
                 saver.save(step, _sorted(run.agent, state), window, log.flush)
             saver.wait()
-    finally:
-        saver.close()
-        log.close()
-    if stop.requested:
+    if stop.heard:
         kept = "saved. Go on with --resume." if step else "there is nothing to save yet."
         console.print(f"Stopped on request at step {step}; {kept}", highlight=False)
     return checkpoints / str(step) if step else None
@@ -121,8 +131,9 @@ def train(
 Dispatch = Callable[[Any, tuple[Any, ...], Int[Array, ""]], tuple[Any, Window]]
 
 
-def make_dispatch(run: Run) -> Dispatch:
-    """The whole of one update, or of several in a row, as one program. The state given is used up."""
+def make_dispatch(run: Run, where: object) -> Dispatch:
+    """The whole of one update, or of several in a row, as one program. The state given is used up, and stays where
+    it is."""
     agent: Any = run.agent
     seed = jax.random.key(run.config.seed)
 
@@ -138,7 +149,7 @@ def make_dispatch(run: Run) -> Dispatch:
         state, windows = jax.lax.scan(update, state, (stacked, step + jnp.arange(len(batches))))
         return state, jax.tree.map(jnp.sum, windows)
 
-    return jax.jit(dispatch, donate_argnums=0)
+    return jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None))
 
 
 def _dispatches(run: Run, step: int) -> Generator[tuple[Any, ...]]:
@@ -158,10 +169,6 @@ def _first_state(run: Run, params: Params) -> Any:  # noqa: ANN401  # the agent'
         return run.agent.init_from(params)
     # Apart from the keys of the steps, which count from 0.
     return run.agent.init_from(params, jax.random.fold_in(jax.random.key(run.config.seed), 2**31))
-
-
-def _everywhere() -> jax.sharding.NamedSharding:
-    return jax.sharding.NamedSharding(row_sharding().mesh, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
 
 
 def _sorted(agent: Any, state: object) -> Parts:  # noqa: ANN401  # any agent, and its own state
@@ -195,6 +202,11 @@ def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, over
             raise UserError(
                 f"{folder} is at step {steps[-1]} of {config.steps} already; raise --steps to train it further."
             )
+        if steps and steps[-1] % config.updates_per_dispatch:
+            raise UserError(
+                f"{folder} is at step {steps[-1]}, no multiple of updates_per_dispatch {config.updates_per_dispatch}; "
+                "go on with 1, or with a divisor."
+            )
         return steps[-1] if steps else None
     held = folder.exists() and any(folder.iterdir())
     if overwrite and held and not (folder / CONFIG_FILE).exists():
@@ -209,14 +221,16 @@ def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, over
 
 def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -> None:
     for name, (before, after) in differences(old, new).items():
-        if name.startswith(("model.", "robot", "tokenizer", "prompt_format", "norm")) or name.endswith(".type"):
+        if name.startswith(SET_FOR_GOOD) or name.endswith(".type"):
             raise UserError(
                 f"{name} was {before} and is now {after}; weights and optimiser were made for the old one: "
                 "keep it, or start a new run from the checkpoint."
             )
         if name not in HARMLESS:
+            unseen = ", and episodes held out so far may be trained on" if name in DECIDES_HELD_OUT else ""
             console.print(
-                f"note: {name} was {before} and is {after} from here on: not the run an uninterrupted one would be.",
+                f"note: {name} was {before} and is {after} from here on: not the run an uninterrupted one would be"
+                f"{unseen}.",
                 markup=False,
                 highlight=False,
             )
@@ -249,14 +263,20 @@ def use_compilation_cache() -> None:
 
 
 class StopRequest:
-    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step."""
+    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step; of several hosts, SIGTERM to any of them."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.heard = False
         self._before: dict[int, Any] = {}
 
+    def requested(self, step: int) -> bool:
+        """Whether to stop before that step."""
+        self.heard = self.heard or preempted(step)
+        return self.heard
+
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
+        # Python lets no other thread set handlers; and for several hosts the runtime has its own.
+        if threading.current_thread() is threading.main_thread() and not several():
             self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -265,5 +285,5 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        self.requested = True
+        self.heard = True
         signal.signal(number, self._before[number])  # a second one means it

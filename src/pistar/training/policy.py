@@ -103,7 +103,7 @@ def load_policy(
         config = dataclasses.replace(contract.model, dtype="bfloat16", remat="none")
         stats = _norm_stats(checkpoint, contract.asset_id)
         served = {name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16) for name, s in param_shapes(config).items()}  # type: ignore[no-untyped-call]
-        params, _ = load_into(served, {leaf.name: leaf.read(jnp.bfloat16) for leaf in checkpoint.leaves()})
+        params, _ = load_into(served, {leaf.name: leaf.read().astype(jnp.bfloat16) for leaf in checkpoint.leaves()})
     if broken := not_finite(params):
         raise UserError(f"{path}: {broken[0]} has NaN or Inf; the training diverged, take an earlier checkpoint.")
     machine = contract.find_robot()

@@ -47,6 +47,9 @@ class ProgressLine:
         self._first: tuple[int, float] | None = None
         self._step, self._mark_step = 0, 0
         self._waited = 0.0
+        """Since the last rates …"""
+        self._waits = 0.0
+        """… and since the first update."""
 
     def __enter__(self) -> "ProgressLine":
         if self._live is not None:
@@ -69,6 +72,7 @@ class ProgressLine:
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start
+        self._waits += time.monotonic() - start
 
     def stepped(self, step: int, state: object) -> None:
         """Some updates more."""
@@ -76,7 +80,7 @@ class ProgressLine:
             jax.block_until_ready(state)  # type: ignore[no-untyped-call]
             now = time.monotonic()
             self._first = (step, now)
-            self._mark, self._mark_step, self._waited = now, step, 0.0
+            self._mark, self._mark_step, self._waited, self._waits = now, step, 0.0, 0.0
             self._console.print(f"first update after {now - self._began:.1f} s", markup=False, highlight=False)
         self._step = step
         self._show(self._line())
@@ -106,6 +110,7 @@ class ProgressLine:
             each = seconds / done
             left = timedelta(seconds=int(each * (self._config.steps - self._step)))
             text += f" · {each:.3g} s a step · {self._config.batch_size / each:.3g} samples/s · {left} left"
+            text += f" · waited for data {self._waits / seconds:.0%}"
         return text
 
     def _show(self, text: str) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-import optax
 
 from pistar.agents.acrlpd import Acrlpd
 from pistar.agents.flow_bc import FlowBC
@@ -16,7 +15,7 @@ from pistar.data.frames import Frames, open_frames, progress_bar
 from pistar.data.lerobot import Dataset, open_dataset
 from pistar.data.loader import Loader, Part, PoolOptions
 from pistar.data.norm_stats import NormStats, check_norm_stats, load_norm_stats, norm_stats_hash
-from pistar.data.rewards import Labels
+from pistar.data.rewards import FromEpisodes, Labels
 from pistar.data.robots import Robot, find_robot
 from pistar.data.source import (
     ChunkSource,
@@ -28,13 +27,14 @@ from pistar.data.source import (
 )
 from pistar.errors import UserError
 from pistar.models.inspect import config_differences, infer_config
-from pistar.models.pi0 import Params, init_params, param_shapes
+from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
-from pistar.training.config import RLTrainConfig
+from pistar.training.config import BcConfig, RLTrainConfig
 from pistar.training.contract import Contract, read_contract
 from pistar.training.metrics import check_trackers
-from pistar.training.optimizers import make_optimizer
+from pistar.training.optimizers import CosineSchedule, make_optimizer
+from pistar.training.sharding import make_mesh, over_rows, place, state_sharding
 
 Agent = FlowBC | Acrlpd
 
@@ -55,6 +55,7 @@ class Run:
 
     config: RLTrainConfig
     agent: Agent
+    mesh: jax.sharding.Mesh
     loader: Loader
     held_out: tuple[ChunkSource, ...]
     """What the critic is audited on: one per dataset that has episodes to spare."""
@@ -81,6 +82,7 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
             f"batch_size is {config.batch_size}, which {jax.device_count()} devices{times} cannot share; "
             f"use a multiple of {parts}."
         )
+    mesh = make_mesh(config.fsdp_devices)
     check_trackers(config.trackers)
     data = [_label(config, name) for name in _datasets(config)]
     stats, stats_from, asset_id = _norm_stats(config, robot, data)
@@ -96,7 +98,7 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
         norm_kind=config.norm_kind,
         norm_stats_sha256=norm_stats_hash(stats),
     )
-    notes = check_norm_stats(stats, config.norm_kind)
+    notes = [*check_norm_stats(stats, config.norm_kind), *_schedule_notes(config)]
     if config.checkpoint is not None:
         _check_checkpoint(config.checkpoint, contract, tokenizer)
 
@@ -126,6 +128,7 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
     return Run(
         config=config,
         agent=make_agent(config),
+        mesh=mesh,
         loader=Loader(
             [Part(source, weight) for source, weight in zip(train, weights, strict=True)],
             config.batch_size,
@@ -133,7 +136,7 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
             pool=PoolOptions(1) if dry else config.data.pool,
             host=jax.process_index(),
             hosts=jax.process_count(),
-            sharding=row_sharding(),
+            sharding=over_rows(mesh),
         ),
         held_out=tuple(source for source in held_out if len(source.starts)),
         contract=contract,
@@ -152,27 +155,30 @@ def make_agent(config: RLTrainConfig) -> Agent:
     if not isinstance(algorithm, AcrlpdConfig):
         parts = config.gradient_accumulation
         return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation, parts)
-    critic, temperature = make_optimizer(config.critic_optimizer), optax.adam(config.temperature_lr)
+    critic, temperature = (make_optimizer(o) for o in (config.critic_optimizer, config.temperature_optimizer))
     return Acrlpd(config.model, algorithm, policy, critic, temperature, config.gradient_accumulation)
 
 
-def first_params(config: RLTrainConfig) -> Params:
-    """The checkpoint's weights, or fresh ones; adapters the checkpoint has not are fresh."""
-    key = jax.random.key(config.seed)
+def first_params(config: RLTrainConfig, mesh: jax.sharding.Mesh) -> Params:
+    """The checkpoint's weights, or fresh ones; adapters the checkpoint has not are fresh. Split as the mesh says."""
+    model, key = config.model, jax.random.key(config.seed)
+    shapes: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(lambda p: cast_frozen(model, p), param_shapes(model))
+    where = state_sharding(shapes, mesh)
+
+    def fresh(names: tuple[str, ...]) -> Params:
+        where_these = {name: where[name] for name in names}
+        make = jax.jit(lambda key: cast_frozen(model, init_params(model, key, names)), out_shardings=where_these)
+        made: Params = make(key)
+        return made
+
     if config.checkpoint is None:
-        fresh: Params = jax.jit(lambda key: init_params(config.model, key))(key)
-        return fresh
+        return fresh(tuple(shapes))
     with open_checkpoint(config.checkpoint) as checkpoint:
-        given = {leaf.name: leaf.read() for leaf in checkpoint.leaves()}
-    shapes = param_shapes(config.model)
-    params: Params = load_into(shapes, given, fill=lambda names: init_params(config.model, key, only=names))[0]
+        leaves = {leaf.name: leaf for leaf in checkpoint.leaves()}
+        params: Params = load_into(
+            shapes, leaves, fill=fresh, place=lambda name: place(leaves[name].read, shapes[name], where[name])
+        )[0]
     return params
-
-
-def row_sharding() -> jax.sharding.NamedSharding:
-    """Rows of a batch, over all devices of all hosts."""
-    mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))  # type: ignore[no-untyped-call]
 
 
 def _datasets(config: RLTrainConfig) -> Sequence[str]:
@@ -186,13 +192,53 @@ def _datasets(config: RLTrainConfig) -> Sequence[str]:
 def _label(config: RLTrainConfig, name: str) -> _Labelled:
     data = config.data
     dataset = open_dataset(name)
-    labels = label_dataset(dataset, data.success, data.rewards, data.without_success)
+    success = data.success
+    if isinstance(config.algorithm, BcConfig) and not data.only_successes:
+        success = FromEpisodes(())  # imitation of everything asks nobody who succeeded
+    labels = label_dataset(dataset, success, data.rewards, data.without_success)
+    _check_rewards(config, name, labels)
     train, held_out = split_episodes(labels.success, data.held_out, config.seed)
     if data.only_successes:
         train = train[labels.success[train]]
         if not len(train):
             raise UserError(f"{name} has no successful episode, and data.only_successes leaves no other; turn it off.")
     return _Labelled(dataset, labels, train, held_out)
+
+
+def _check_rewards(config: RLTrainConfig, name: str, labels: Labels) -> None:
+    """Refuse recorded rewards that values bounded by the config could never reach."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, AcrlpdConfig) or algorithm.return_range is not None:
+        return
+    for what, paid, (low, high) in (
+        ("step_reward", labels.rewards[~labels.ended], algorithm.step_reward),
+        ("last_reward", labels.rewards[labels.ended], algorithm.last_reward),
+    ):
+        if len(paid) and (paid.min() < low - 1e-6 or paid.max() > high + 1e-6):
+            raise UserError(
+                f"algorithm.{what} is ({low}, {high}) but {name} pays {paid.min():.6g} to {paid.max():.6g} there; "
+                "set it to that, so that values are bounded by what can be reached."
+            )
+
+
+def _schedule_notes(config: RLTrainConfig) -> list[str]:
+    """Where a rate would not come down by the end of the run, or long before it."""
+    updates = {"policy_optimizer": float(config.steps)}
+    if isinstance(config.algorithm, AcrlpdConfig):
+        a = config.algorithm
+        updates = {
+            "policy_optimizer": (config.steps - a.critic_warmup) / a.actor_delay,
+            "critic_optimizer": float(config.steps * a.critic_updates),
+        }
+    notes = []
+    for name, made in updates.items():
+        schedule = getattr(config, name).schedule
+        if isinstance(schedule, CosineSchedule) and not 0.8 <= schedule.decay_steps / made <= 1.25:
+            notes.append(
+                f"{name}'s rate comes down over {schedule.decay_steps} updates and this run makes {made:.0f} of them; "
+                f"to fit, --{name.replace('_', '-')}.schedule.decay-steps {made:.0f}"
+            )
+    return notes
 
 
 def _norm_stats(
@@ -233,15 +279,16 @@ def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer)
                 f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
                 "else to it: use its own, or delete its contract.json if you mean to teach it anew."
             )
-    if sorted(contract.model.cameras) != sorted(theirs.model.cameras):
-        raise UserError(
-            f"{path} was trained with the cameras {', '.join(theirs.model.cameras)} and this run has "
-            f"{', '.join(contract.model.cameras)}; use its own."
-        )
 
 
 def _check_sizes(path: str, checkpoint: Checkpoint, contract: Contract) -> None:
     weights = infer_config({leaf.name: leaf.struct.shape for leaf in checkpoint.leaves()})
+    for expert in ("vlm", "expert"):
+        if getattr(weights, expert).lora is not None and getattr(contract.model, expert).lora is None:
+            raise UserError(
+                f"{path} has adapters and model.{expert}.lora is none; what they learnt would be lost: set it to "
+                f"{{rank: {getattr(weights, expert).lora.rank}, alpha: …}}, or merge them first."
+            )
     differing = [d for d in config_differences(contract.model, weights) if "lora" not in d[0]]
     if differing:
         field, ours, theirs = differing[0]

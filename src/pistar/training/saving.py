@@ -17,7 +17,9 @@ from pistar.errors import UserError
 from pistar.models.pi0 import Params
 from pistar.training.checkpoints import STATE, Leaf, as_tree, open_checkpoint, write_checkpoint
 from pistar.training.contract import Contract
+from pistar.training.hosts import is_leader, several
 from pistar.training.metrics import Window
+from pistar.training.sharding import place
 from pistar.types import AnyArray
 
 T = TypeVar("T")
@@ -57,13 +59,13 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        norm_stats: Mapping[str, Mapping[str, NormStats]],
+        norm_stats: Mapping[str, NormStats],
         contract: Contract,
-        *,
         keep_last: int,
         keep_every: int | None,
     ) -> None:
-        self._folder, self._norm_stats, self._contract = folder, norm_stats, contract
+        self._folder, self._contract = folder, contract
+        self._norm_stats = {contract.asset_id: norm_stats}
         self._keep_last, self._keep_every = keep_last, keep_every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._pending: Future[None] | None = None
@@ -71,8 +73,15 @@ class Saver:
     def save(
         self, step: int, parts: Parts, window: Window, before_it_appears: Callable[[], object] = lambda: None
     ) -> None:
-        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error."""
+        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error.
+
+        Several hosts write together, each its own parts, and nothing else happens meanwhile.
+        """
         self.wait()
+        if several():
+            together = {f"{WINDOW}/{name}": jnp.stack(pair) for name, pair in window.items()}
+            self._write(step, Parts(parts.served, parts.raw, dict(parts.rest) | together), before_it_appears)
+            return
         served, raw, rest = jax.device_get((dict(parts.served), dict(parts.raw), dict(parts.rest)))
         sums = {f"{WINDOW}/{name}": np.stack(jax.device_get(pair)) for name, pair in window.items()}
         self._pending = self._thread.submit(self._write, step, Parts(served, raw, rest | sums), before_it_appears)
@@ -108,6 +117,8 @@ class Saver:
         self._thin_out()
 
     def _thin_out(self) -> None:
+        if not is_leader():
+            return
         for step in saved_steps(self._folder)[: -self._keep_last]:
             if self._keep_every is None or step % self._keep_every:
                 hidden = self._folder / f".{step}.deleted"  # half a checkpoint must not look like one
@@ -123,32 +134,33 @@ def saved_steps(folder: Path) -> list[int]:
     return []
 
 
-def restore(folder: Path, step: int, abstract: T, sort: Callable[[T], Parts]) -> tuple[T, Window]:
-    """The state saved at that step, as numpy, and what had been measured since the last line of metrics.
+def restore(folder: Path, step: int, abstract: T, where: object, sort: Callable[[T], Parts]) -> tuple[T, Window]:
+    """The state saved at that step, and what had been measured since the last line of metrics.
 
-    `abstract` has the state's shapes, `sort` is how it was sorted.
+    `abstract` has the state's shapes, `where` its shardings, which need not be those it was saved with; `sort` is how
+    it was sorted.
     """
     # Sorting goes by identity, so each leaf is stood in for by an array of its own.
     stand_ins = jax.tree.map(lambda _: jnp.zeros(()), abstract)
-    shapes = {id(s): leaf for s, leaf in zip(jax.tree.leaves(stand_ins), jax.tree.leaves(abstract), strict=True)}
+    triples = zip(*(jax.tree.leaves(tree) for tree in (stand_ins, abstract, where)), strict=True)
+    places = {id(stand_in): (shape, sharding) for stand_in, shape, sharding in triples}
     parts = sort(stand_ins)
-    found: dict[int, np.ndarray] = {}
+    found: dict[int, jax.Array] = {}
     with open_checkpoint(folder / str(step)) as checkpoint:
         sums = [leaf for leaf in checkpoint.state_leaves() if leaf.name.startswith(f"{WINDOW}/")]
         window = {leaf.name.removeprefix(f"{WINDOW}/"): jnp.asarray(leaf.read()) for leaf in sums}
-        for leaves, places in (
+        for leaves, wanted in (
             (checkpoint.leaves(), parts.served),
             (checkpoint.leaves("raw") if parts.raw else [], parts.raw),
             ([leaf for leaf in checkpoint.state_leaves() if not leaf.name.startswith(f"{WINDOW}/")], parts.rest),
         ):
-            wanted = {name: shapes[id(place)] for name, place in places.items()}
-            read = _read(leaves, wanted, folder / str(step))
-            found |= {id(place): read[name] for name, place in places.items()}
+            there = _check(leaves, {name: places[id(s)][0] for name, s in wanted.items()}, folder / str(step))
+            found |= {id(s): place(there[name].read, *places[id(s)]) for name, s in wanted.items()}
     restored: T = jax.tree.map(lambda stand_in: found[id(stand_in)], stand_ins)
     return restored, {name: (pair[0], pair[1]) for name, pair in window.items()}
 
 
-def _read(leaves: list[Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct], where: Path) -> dict[str, np.ndarray]:
+def _check(leaves: list[Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct], where: Path) -> dict[str, Leaf]:
     there = {leaf.name: leaf for leaf in leaves}
     for name in dict.fromkeys([*wanted, *there]):
         if name not in there or name not in wanted:
@@ -163,4 +175,4 @@ def _read(leaves: list[Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct], where:
                 f"{where}: {name} is {struct.dtype}{list(struct.shape)} and this run's is "
                 f"{wanted[name].dtype}{list(wanted[name].shape)}; resume with the settings it was saved with."
             )
-    return {name: there[name].read() for name in wanted}
+    return there
