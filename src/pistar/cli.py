@@ -142,10 +142,6 @@ def train(args: Sequence[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--debug", action="store_true", help="stop at the first NaN and say where it is from")
-    parser.add_argument("--distributed", action="store_true", help="one of several hosts, as the launcher says")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="one of several hosts: where host 0 waits")
-    parser.add_argument("--hosts", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--host", type=int, metavar="I", help="which of them this is, from 0")
     if not args or args[0].startswith("-"):
         parser.print_help()
         sys.exit(0 if "--help" in args or "-h" in args else 2)
@@ -168,15 +164,11 @@ def train(args: Sequence[str]) -> None:
         import jax
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
-    from pistar.training import hosts, offline
+    from pistar.training import offline
 
-    if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
-        hosts.join_hosts(options.coordinator, options.hosts, options.host)
-    leader = hosts.is_leader()
-    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     saved = offline.train(config, console, resume=options.resume, overwrite=options.overwrite, dry_run=options.dry_run)
-    hosts.part()
-    if saved is not None and leader:
+    if saved is not None:
         Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
 
 

@@ -29,7 +29,7 @@ from pistar.data.robots import example_observation, find_robot
 from pistar.data.source import ChunkSource
 from pistar.errors import UserError
 from pistar.models.pi0 import param_shapes
-from pistar.training.checkpoints import read_params, write_checkpoint
+from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
 from pistar.training.config import BcConfig, RLTrainConfig, load_config
 from pistar.training.contract import read_contract
 from pistar.training.metrics import read_metrics
@@ -79,7 +79,13 @@ def same_weights(one: Path, other: Path) -> bool:
 def same_checkpoint(one: Path, other: Path) -> bool:
     """All of it: what is served, and what a run goes on with."""
     raw = [read_params(folder, weights="raw") for folder in (one, other)]
-    return same_weights(one, other) and all(np.array_equal(raw[0][name], raw[1][name]) for name in raw[0])
+    with open_checkpoint(one) as ours, open_checkpoint(other) as theirs:
+        states = [{leaf.name: leaf.read() for leaf in found.state_leaves()} for found in (ours, theirs)]
+    assert any("critic" in name for name in states[0])
+    return same_weights(one, other) and all(
+        first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+        for first, second in (raw, states)
+    )
 
 
 def test_a_run_leaves_an_openpi_checkpoint_its_settings_and_its_story(finished: Path) -> None:

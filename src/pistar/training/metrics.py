@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pistar.errors import UserError
-from pistar.training.hosts import is_leader
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -143,6 +142,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def is_leader() -> bool:
+    """Of several hosts the one that writes."""
+    return int(jax.process_index()) == 0
 
 
 def check_trackers(names: Iterable[str]) -> None:

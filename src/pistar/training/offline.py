@@ -35,7 +35,6 @@ from pistar.training.config import (
     save_config,
 )
 from pistar.training.contract import CONTRACT_FILE, Contract, read_contract
-from pistar.training.hosts import is_leader, meet, preempted, several
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare
@@ -81,14 +80,11 @@ def train(
             state, window = restore(checkpoints, start_from, abstract, where, lambda s: _sorted(run.agent, s))
         step = start_from or 0
 
-        # Whatever could be refused has been, on every host: only now an old run goes, or its settings.
-        meet("everything is loaded")
-        if is_leader():
-            if overwrite and folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            save_config(folder / CONFIG_FILE, config)
-        meet("the folder is ready")
+        # Whatever could be refused has been: only now an old run goes, or its settings.
+        if overwrite and folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(folder / CONFIG_FILE, config)
         run_name = str(config.exp_name or config.name)
         with (
             closing(
@@ -98,7 +94,7 @@ def train(
         ):
             batches = _dispatches(run, step)
             line.says("compiling the update")
-            while step < config.steps and not stop.requested(step):
+            while step < config.steps and not stop.requested:
                 with line.waits():
                     taken = next(batches)
                 state, measured = dispatch(state, taken, jnp.int32(step))
@@ -115,11 +111,11 @@ def train(
                 if step % config.save_every == 0 or step == config.steps:
                     saver.save(step, _sorted(run.agent, state), window, log.flush)
             batches.close()
-            if stop.heard and step % config.save_every and step < config.steps:
+            if stop.requested and step % config.save_every and step < config.steps:
                 line.says(f"saving step {step}")
                 saver.save(step, _sorted(run.agent, state), window, log.flush)
             saver.wait()
-    if stop.heard:
+    if stop.requested:
         kept = "saved. Go on with --resume." if step else "there is nothing to save yet."
         console.print(f"Stopped on request at step {step}; {kept}", highlight=False)
     return checkpoints / str(step) if step else None
@@ -263,20 +259,14 @@ def use_compilation_cache() -> None:
 
 
 class StopRequest:
-    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step; of several hosts, SIGTERM to any of them."""
+    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step."""
 
     def __init__(self) -> None:
-        self.heard = False
+        self.requested = False
         self._before: dict[int, Any] = {}
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop before that step."""
-        self.heard = self.heard or preempted(step)
-        return self.heard
-
     def __enter__(self) -> "StopRequest":
-        # Python lets no other thread set handlers; and for several hosts the runtime has its own.
-        if threading.current_thread() is threading.main_thread() and not several():
+        if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
             self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -285,5 +275,5 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        self.heard = True
+        self.requested = True
         signal.signal(number, self._before[number])  # a second one means it
