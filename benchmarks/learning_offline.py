@@ -3,7 +3,7 @@
     python benchmarks/learning_offline.py --out FOLDER [--seeds 1 2 3] [--only METHOD …]
     python benchmarks/learning_offline.py --quick
 
-TAKES LONG: about 20 minutes of one core for each seed. What is done is kept in --out, and a killed run goes on from
+TAKES LONG: about 40 minutes of one core for each seed. What is done is kept in --out, and a killed run goes on from
 there; several may share a folder, each with other seeds or methods (--only). Needs the extra `metaworld`.
 
 The data: 200 episodes of Meta-World's pick-place-v3, none of them clean. Its scripted expert acts in segments of 6 to
