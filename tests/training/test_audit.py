@@ -40,6 +40,7 @@ from pistar.training.audit_numbers import (
 )
 from pistar.training.config import RLTrainConfig
 from pistar.training.run import Run
+from pistar.training.sharding import make_mesh
 from pistar.types import Episode, Observation
 
 GAMMA, HORIZON, EXECUTED = 0.9, 4, 3
@@ -508,7 +509,7 @@ def acrlpd() -> Acrlpd:
 
 def run_of(agent: Acrlpd | FlowBC, sources: tuple[ChunkSource, ...], audit_every: int = 1) -> Run:
     config = mock.Mock(spec=RLTrainConfig, audit_every=audit_every, audit_frames=20, batch_size=8, seed=0)
-    return mock.Mock(spec=Run, config=config, agent=agent, held_out=sources)
+    return mock.Mock(spec=Run, config=config, agent=agent, held_out=sources, mesh=make_mesh())
 
 
 def test_a_real_agent_is_audited(sources: tuple[ChunkSource, ...]) -> None:
