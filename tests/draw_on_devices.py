@@ -15,6 +15,7 @@ from pistar.data.rewards import FromColumn, RewardScheme
 from pistar.data.robots import ROBOTS
 from pistar.data.source import ModelInputs, dataset_source, label_dataset
 from pistar.models.tokenizer import load_tokenizer
+from pistar.training.sharding import make_mesh, over_rows
 
 LEROBOT = Path(__file__).parent / "fixtures" / "lerobot"
 
@@ -30,8 +31,7 @@ def main(port: str, hosts: int, host: int, cache: str) -> None:
     labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
     frames = open_frames(dataset, dataset.cameras, 16, cache)
     source = dataset_source(dataset, inputs, WindowOptions(8, 4), labels, frames)
-    mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))  # type: ignore[no-untyped-call]
+    rows = over_rows(make_mesh())
     loader = Loader([source], 16, seed=0, host=host, hosts=hosts, sharding=rows)
     whole = Loader([source], 16, seed=0).sample_batch(3)
     shards = 0

@@ -17,6 +17,7 @@ from pistar.data.norm_stats import Norm, NormStats
 from pistar.data.robots import (
     ROBOTS,
     Robot,
+    RobotInputs,
     aloha,
     aloha_actions_from_model,
     aloha_actions_to_model,
@@ -134,6 +135,14 @@ def test_every_robot_is_registered_under_its_name() -> None:
 def test_an_unknown_robot_answers_with_the_nearest_or_with_all(name: str, near: str) -> None:
     with pytest.raises(UserError, match=f"^There is no robot '{name}'; try {near}.$"):
         find_robot(name)
+
+
+def test_a_robot_without_cameras_sees_black_pictures_that_do_not_count() -> None:
+    blind = Robot(name="blind", action_dim=2, state_keys={"state": 2}, cameras={"base_0_rgb": None})
+    seen = RobotInputs(blind)({"state": np.zeros((3, 2))})
+    assert seen["image"]["base_0_rgb"].shape[0] == 3
+    assert not seen["image"]["base_0_rgb"].any()
+    assert not seen["image_mask"]["base_0_rgb"].any()
 
 
 def test_a_known_robot_is_found() -> None:

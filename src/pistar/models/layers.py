@@ -30,12 +30,12 @@ def scan_layers(
 
     def body(carry: Carry, layer: tuple[Any, Any]) -> tuple[Carry, Y]:
         params, x = layer
-        return step(over_rows(carry), nnx.merge(graph, params), x)
+        return step(_spread_rows(carry), nnx.merge(graph, params), x)
 
     return jax.lax.scan(_rematerialised(body, remat), carry, (params, xs))
 
 
-def over_rows(tree: T) -> T:
+def _spread_rows(tree: T) -> T:
     """Rows spread over all devices of the mesh in force (`jax.set_mesh`), if there is one.
 
     Without this XLA may rather split activations as the weights are split, and hold every row on every device.

@@ -15,7 +15,7 @@ from pistar.data.frames import Frames, open_frames, progress_bar
 from pistar.data.lerobot import Dataset, open_dataset
 from pistar.data.loader import Loader, Part, PoolOptions
 from pistar.data.norm_stats import NormStats, check_norm_stats, load_norm_stats, norm_stats_hash
-from pistar.data.rewards import FromEpisodes, Labels
+from pistar.data.rewards import FromEpisodes, Labels, RewardScheme
 from pistar.data.robots import Robot, find_robot
 from pistar.data.source import (
     ChunkSource,
@@ -192,10 +192,12 @@ def _datasets(config: RLTrainConfig) -> Sequence[str]:
 def _label(config: RLTrainConfig, name: str) -> _Labelled:
     data = config.data
     dataset = open_dataset(name)
-    success = data.success
     if isinstance(config.algorithm, BcConfig) and not data.only_successes:
-        success = FromEpisodes(())  # imitation of everything asks nobody who succeeded
-    labels = label_dataset(dataset, success, data.rewards, data.without_success)
+        # Imitation of everything asks nobody who succeeded, so there is nothing to be told about it.
+        labels = label_dataset(dataset, FromEpisodes(()), RewardScheme("success"))
+        labels = dataclasses.replace(labels, notes=())
+    else:
+        labels = label_dataset(dataset, data.success, data.rewards, data.without_success)
     _check_rewards(config, name, labels)
     train, held_out = split_episodes(labels.success, data.held_out, config.seed)
     if data.only_successes:
