@@ -96,6 +96,8 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
     assert (config.name, config.seed, config.batch_size, config.exp_name) == ("debug", 3, 24, "towel")
     assert config.policy_optimizer.schedule.peak_lr == 3e-3
     assert options == {"resume": True, "overwrite": False, "dry_run": False}
+    cli.main(["train", "debug", "--data.columns", "images/cam_high", "observation.images.top"])
+    assert asked.pop()[0].data.columns == {"images/cam_high": "observation.images.top"}
     cli.main(["train", "bc_aloha_fold", "--lora"])
     adapted = asked[1][0]
     assert adapted.model == dataclasses.replace(MODELS["pi0_lora"], action_horizon=20)
@@ -131,6 +133,9 @@ def test_a_misspelt_command_answers_with_the_nearest(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="1"):
         cli.main(["verfy", "x"])
     assert capsys.readouterr().err == "error: there is no command 'verfy'; try verify.\n"
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["trian", "debug"])
+    assert capsys.readouterr().err == "error: there is no command 'trian'; try train.\n"
 
 
 def test_data_stats_writes_openpis_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

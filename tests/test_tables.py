@@ -29,12 +29,13 @@ class Drawing:
     names: tuple[str, ...] = ()
     file: Path | None = None
     frame: Square | None = None
+    inks: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 DRAWING = Drawing(Square(2.0), names=("a", "b"), file=Path("x/y"), frame=Square(1.0))
 
 
-@pytest.mark.parametrize("drawing", [DRAWING, Drawing(Circle()), Drawing(Circle(5.0), (1, 2))])
+@pytest.mark.parametrize("drawing", [DRAWING, Drawing(Circle()), Drawing(Circle(5.0), (1, 2), inks={"red": 3})])
 def test_a_table_survives_yaml(drawing: Drawing) -> None:
     text = yaml.safe_dump(to_table(drawing))
     assert from_table(Drawing, yaml.safe_load(text), "drawing", whole=True) == drawing
@@ -59,6 +60,8 @@ def test_another_kind_begins_from_its_own_defaults() -> None:
         ({"shape": {"type": "Circle", "radus": 1.0}}, "drawing.shape.radus does not exist; did you mean radius"),
         ({"shape": {"type": "Circle"}, "size": [1]}, "drawing.size has 1 entries; it needs 2"),
         ({"shape": {"type": "Circle"}, "size": [1, "b"]}, r"drawing.size\[1\] is 'b'; its type is int"),
+        ({"shape": {"type": "Circle"}, "names": "a"}, r"drawing.names is 'a'; write a list: \[a\]"),
+        ({"shape": {"type": "Circle"}, "inks": {"red": "x"}}, "drawing.inks.red is 'x'; its type is int"),
         ({"shape": {"type": "Square", "side": 1, "corner": "soft"}}, "corner is 'soft'; use one of round, sharp"),
         ({"shape": {"type": "Circle", "radius": True}}, "radius is True; its type is float"),
         ({}, "drawing.shape is missing"),

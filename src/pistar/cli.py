@@ -142,6 +142,10 @@ def train(args: Sequence[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--debug", action="store_true", help="stop at the first NaN and say where it is from")
+    parser.add_argument("--distributed", action="store_true", help="one of several hosts, as the launcher says")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="one of several hosts: where host 0 waits")
+    parser.add_argument("--hosts", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--host", type=int, metavar="I", help="which of them this is, from 0")
     if not args or args[0].startswith("-"):
         parser.print_help()
         sys.exit(0 if "--help" in args or "-h" in args else 2)
@@ -164,11 +168,19 @@ def train(args: Sequence[str]) -> None:
         import jax
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
-    from pistar.training import offline
+    from pistar.training import hosts, offline
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    saved = offline.train(config, console, resume=options.resume, overwrite=options.overwrite, dry_run=options.dry_run)
-    if saved is not None:
+    if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
+        Console(stderr=True).print("waiting for the other hosts …", highlight=False)
+        hosts.join_hosts(options.coordinator, options.hosts, options.host)
+    leader = hosts.is_leader()
+    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
+    with hosts.lost_hosts_named():
+        saved = offline.train(
+            config, console, resume=options.resume, overwrite=options.overwrite, dry_run=options.dry_run
+        )
+    hosts.part()
+    if saved is not None and leader:
         Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
 
 
@@ -385,7 +397,13 @@ def data_show(
     Console(soft_wrap=True, highlight=False).print(f"Wrote {out}", markup=False)
 
 
+def _train_help(args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> None:
+    """Train a policy from logged data: pistar train PRESET [options]."""
+    train(args)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
+    "train": _train_help,  # for the list of commands; `main` calls `train` itself
     "demo": demo,
     "verify": verify,
     "presets": presets,
@@ -423,7 +441,7 @@ def main(args: Sequence[str] | None = None) -> None:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1) or list(COMMANDS)
             raise UserError(f"there is no command {args[0]!r}; try {', '.join(near)}.")
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="pistar", description="Make a π₀ policy that imitates one that succeeds.", args=args
+            COMMANDS, prog="pistar", description="RL post-training for π₀-family robot policies.", args=args
         )
     except (UserError, PermissionError, FileExistsError, NotADirectoryError) as error:
         if isinstance(error, OSError):

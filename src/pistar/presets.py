@@ -132,6 +132,7 @@ PRESETS: dict[str, RLTrainConfig] = {
         *_RL,
         *(_imitating(config) for config in _RL),
         _DEBUG,
+        dataclasses.replace(_imitating(_DEBUG), name="debug_bc"),
         dataclasses.replace(
             _DEBUG,
             name="quick_test",

@@ -62,6 +62,10 @@ class _Builder:
                 raise UserError(f"{where} has {len(data)} entries; it needs {len(kinds)}.")
             items = zip(kinds, data, strict=True)
             return tuple(self.build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(items))
+        if origin is dict and isinstance(data, Mapping):
+            return {str(key): self.build(options[1], value, f"{where}.{key}") for key, value in data.items()}
+        if origin is tuple:
+            raise UserError(f"{where} is {data!r}; write a list: [{data}].")
         if origin is Literal:
             if data in options:
                 return data

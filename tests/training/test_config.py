@@ -106,6 +106,12 @@ def test_a_batch_must_be_shared_by_the_critics_updates() -> None:
         dataclasses.replace(debug, batch_size=9, algorithm=algorithm)
 
 
+def test_no_more_can_be_executed_than_a_chunk_has() -> None:
+    debug = get_config("debug")
+    with pytest.raises(UserError, match=r"algorithm.horizon is 11 and model.action_horizon 10"):
+        dataclasses.replace(debug, algorithm=dataclasses.replace(debug.algorithm, horizon=11))  # type: ignore[arg-type]
+
+
 def test_a_yaml_that_is_not_there() -> None:
     with pytest.raises(UserError, match="does not exist; name a YAML file"):
         load_config(Path("nowhere.yaml"))
@@ -124,6 +130,8 @@ def test_a_yaml_that_is_not_there() -> None:
         ({"steps": 2, "save_every": 2}, "steps is 2 and algorithm.critic_warmup 2: the policy would never be trained"),
         ({"steps": 25, "updates_per_dispatch": 2, "log_every": 2}, "steps is 25, no multiple of updates_per_dispatch"),
         ({"robot": "libero"}, "algorithm.action_dims is 14 but libero has 7"),
+        ({"exp_name": "../elsewhere"}, "exp_name is ../elsewhere; it names a folder under --runs"),
+        ({"exp_name": "/elsewhere"}, "exp_name is /elsewhere"),
     ],
 )
 def test_bad_values_die_at_birth(change: dict[str, object], words: str) -> None:

@@ -295,6 +295,8 @@ def test_a_folder_that_holds_a_run_is_not_touched(finished: Path, cache: Path) -
     config = small_run(finished.parent, cache)
     with pytest.raises(UserError, match="holds a run at step 12; go on with it by --resume"):
         quietly(config)
+    with pytest.raises(UserError, match="holds a run at step 12; go on with it by --resume"):
+        quietly(config, dry_run=True)
     with pytest.raises(UserError, match="is at step 12 of 12 already; raise --steps"):
         quietly(config, resume=True)
     with pytest.raises(UserError, match="give one of them"):
@@ -377,7 +379,7 @@ def test_bad_settings_are_refused_before_anything_is_compiled(tmp_path: Path, ca
         ),
         (
             lambda: dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, horizon=7)),
-            "critic_horizon is 7",
+            "algorithm.horizon is 7 and model.action_horizon 6",
         ),
         (
             lambda: dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, action_dims=7)),

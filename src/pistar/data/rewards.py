@@ -65,7 +65,7 @@ class Recording:
         if key not in self.columns:
             raise UserError(
                 f"The dataset has no column {key!r}; it has {', '.join(sorted(self.columns)) or 'none'}: name one of "
-                "these, or another source of success."
+                "these by --data.success.key, or another source of success (docs/q-chunks.md)."
             )
         values = self.columns[key]
         if values.ndim == 2 and values.shape[1] == 1:
@@ -321,7 +321,7 @@ def read_outcomes(source: Source, recording: Recording, without_success: Unsucce
     elif silent.any():
         notes.append(
             f"{int(silent.sum())} of {len(failed)} episodes have no success and count as time-outs, which tell the "
-            "critic nothing bad; if they failed, say without_success=failure."
+            "critic nothing bad; if they failed, say --data.without-success failure."
         )
     return Outcomes(recording.lengths, reached, failed, tuple(notes))
 

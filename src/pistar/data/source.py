@@ -274,8 +274,19 @@ def dataset_cameras(dataset: Dataset, robot: Robot, repack: Mapping[str, Any]) -
             cameras[slot] = None
         else:
             cameras[slot] = _column(path, robot, names)
+            _require_camera(dataset, str(cameras[slot]), path, robot)
     dataset.require_videos([camera for camera in cameras.values() if camera is not None])
     return cameras
+
+
+def _require_camera(dataset: Dataset, column: str, path: str, robot: Robot) -> None:
+    there = [name for name, feature in dataset.features.items() if feature.is_camera]
+    if column not in there:
+        absent = "none if it has no such camera" if path in robot.optional_cameras else "choose another robot"
+        raise UserError(
+            f"{dataset.root} has no camera {column!r} but {', '.join(there) or 'none at all'}; say which one is "
+            f"{robot.name}'s {path} by --data.columns {path} NAME, or {absent}."
+        )
 
 
 def _column(path: str, robot: Robot, names: Mapping[str, Any]) -> str:

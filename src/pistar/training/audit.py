@@ -17,6 +17,7 @@ from pistar.data.loader import gather_chunks, to_devices
 from pistar.data.source import ChunkSource
 from pistar.errors import UserError
 from pistar.training.audit_numbers import STREAM, Values, choose_frames, summarise
+from pistar.training.hosts import in_step
 from pistar.training.run import Run
 from pistar.training.sharding import over_rows
 from pistar.types import AnyArray, Observation, pytree
@@ -108,7 +109,7 @@ class Audit(Generic[S]):
 
         # Every host gets all values: each of them counts alike.
         whole = None if sharding is None else jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
-        self._ask = jax.jit(ask, out_shardings=whole)
+        self._ask = in_step("the audit", jax.jit(ask, out_shardings=whole))
 
     @staticmethod
     def of(run: Run) -> "Audit[AcrlpdState] | None":

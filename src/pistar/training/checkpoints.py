@@ -28,6 +28,7 @@ from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
 from pistar.models.pi0 import Params, param_shapes
 from pistar.training.contract import CONTRACT_FILE, Contract, write_contract
+from pistar.training.hosts import is_leader, meet, several
 from pistar.types import AnyArray
 
 Weights = Literal["serving", "raw"]
@@ -312,26 +313,47 @@ def write_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f".{step}.unfinished-"  # hidden: neither OpenPI nor we take it for a step
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=final.parent) as work:
-        whole = Path(work, "checkpoint")
+    with _work_folder(final.parent, prefix) as work:
+        whole = work / "checkpoint"
         _save_arrays(whole, params, train_state)
-        for asset_id, asset in norm_stats.items():
-            save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
-        write_contract(whole / CONTRACT_FILE, contract)
-        before_it_appears()
-        replaced = Path(work, "replaced")
-        if final.exists():
-            final.rename(replaced)
-        try:
-            whole.rename(final)
-        except OSError:
-            if replaced.exists():  # or it would go with the work folder
-                replaced.rename(final)
-            raise
-    # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
-    for leftover in final.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover)
+        if is_leader():
+            for asset_id, asset in norm_stats.items():
+                save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
+            write_contract(whole / CONTRACT_FILE, contract)
+            before_it_appears()
+            _appear(whole, final, work / "replaced")
+    if is_leader():
+        # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
+        for leftover in final.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover)
+    meet(f"{final} is there")
     return final
+
+
+@contextlib.contextmanager
+def _work_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """To write in, and gone afterwards. Several hosts have one together."""
+    if not several():
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as work:
+            yield Path(work)
+        return
+    shared = parent / f"{prefix}hosts"
+    if is_leader():
+        shutil.rmtree(shared, ignore_errors=True)
+        shared.mkdir()
+    meet(f"{shared} is empty")
+    yield shared
+
+
+def _appear(whole: Path, final: Path, replaced: Path) -> None:
+    if final.exists():
+        final.rename(replaced)
+    try:
+        whole.rename(final)
+    except OSError:
+        if replaced.exists():  # or it would go with the work folder
+            replaced.rename(final)
+        raise
 
 
 def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> list[str]:
@@ -347,12 +369,18 @@ def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> l
 
 def not_finite(params: Mapping[str, AnyArray]) -> list[str]:
     """Names of parameters with NaN or Inf in them."""
+    if all(isinstance(param, jax.Array) for param in params.values()):
+        sound = jax.device_get(
+            _are_finite(list(params.values()))
+        )  # one program: hosts that share arrays run it together
+    else:
+        sound = [bool(np.isfinite(param).all()) for param in params.values()]
+    return [name for name, fine in zip(params, sound, strict=True) if not fine]
 
-    def sound(param: AnyArray) -> bool:
-        finite = jnp.isfinite(param) if isinstance(param, jax.Array) else np.isfinite(param)
-        return bool(finite.all())
 
-    return [name for name, param in params.items() if not sound(param)]
+@jax.jit
+def _are_finite(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.isfinite(array).all() for array in arrays]
 
 
 def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: object) -> None:
@@ -361,9 +389,12 @@ def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: obje
     items = {"params": ocp.args.PyTreeSave({"params": as_tree(params)})}
     if train_state is not None:
         items["train_state"] = ocp.args.PyTreeSave(train_state)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    # Naming the processes makes Orbax meet through the coordinator, as `meet` does.
+    hosts = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())) if several() else None)
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=hosts))
+    with ocp.Checkpointer(handler, multiprocessing_options=hosts) as checkpointer:
         checkpointer.save(folder, args=ocp.args.Composite(**items))
-    for marker in folder.rglob("commit_success.txt"):
+    for marker in folder.rglob("commit_success.txt") if is_leader() else ():
         marker.unlink()  # newer than OpenPI's Orbax, and it names the folder we are about to rename
 
 

@@ -14,6 +14,7 @@ from pistar.data.rewards import (
     FromColumn,
     FromCsv,
     FromEpisodes,
+    FromScores,
     RewardScheme,
     Unsuccessful,
 )
@@ -23,7 +24,7 @@ from pistar.models.inspect import ModelType
 from pistar.tables import from_table, to_table
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
-Success = FromColumn | FromEpisodes | FromCsv
+Success = FromColumn | FromEpisodes | FromCsv | FromScores
 Tracker = Literal["tensorboard", "wandb"]
 
 
@@ -59,12 +60,15 @@ class DataConfig:
     """Every how many frames a window starts."""
     held_out: float = 0.1
     """Share of the episodes never trained on, by which the critic is audited."""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Columns that are not called as the robot's usual ones: images/cam_high observation.images.top. "none" for a
+    camera the data has not."""
     only_successes: bool = False
     """Train on successful episodes only: the strong baseline of imitation."""
     prompt: str | None = None
     """Replaces the datasets' tasks."""
     norm_stats: Path | None = None
-    """A norm_stats.json to use. None: the checkpoint's, else computed from the training episodes' datasets."""
+    """A norm_stats.json to use. None: the checkpoint's, else computed from the episodes trained on."""
     asset_id: str = "pistar"
     """Folder under assets/ for the norm stats; that of the checkpoint's, when they come from there."""
     frames: Literal["disk", "memory"] = "disk"
@@ -172,15 +176,22 @@ class RLTrainConfig:
                 f"{self.robot} has {widest} numbers and model.action_dim is {self.model.action_dim}; "
                 "use a model with room for them."
             )
-        self.windows()  # refuses horizons that do not fit
+        if self.exp_name is not None and (Path(self.exp_name).is_absolute() or ".." in Path(self.exp_name).parts):
+            raise UserError(f"exp_name is {self.exp_name}; it names a folder under --runs, which may be anywhere.")
         if isinstance(self.algorithm, AcrlpdConfig):
             self._check_acrlpd(self.algorithm, robot.action_dim)
+        self.windows()  # refuses horizons that do not fit
 
     def _check_acrlpd(self, algorithm: AcrlpdConfig, action_dim: int) -> None:
         if algorithm.action_dims != action_dim:
             raise UserError(
                 f"algorithm.action_dims is {algorithm.action_dims} but {self.robot} has {action_dim} numbers in an "
                 f"action; a critic sees all of them and no padding: use {action_dim}."
+            )
+        if algorithm.horizon > self.model.action_horizon:
+            raise UserError(
+                f"algorithm.horizon is {algorithm.horizon} and model.action_horizon {self.model.action_horizon}; of a "
+                "chunk no more can be executed than it has: lower the one or raise the other."
             )
         rewards, penalty = self.data.rewards, self.data.rewards.failure_penalty or 0.0
         paid = {"time": ((-1.0, -1.0), (-penalty, 0.0)), "success": ((0.0, 0.0), (-penalty, 1.0))}.get(rewards.kind)

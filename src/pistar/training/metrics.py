@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pistar.errors import UserError
+from pistar.training.hosts import is_leader
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -74,6 +75,8 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._queue: queue.Queue[tuple[int, Any, Mapping[str, float]] | None] = queue.Queue()
         self._failed: BaseException | None = None
+        self.latest: Mapping[str, float] = {}
+        """The last line written; lines are some updates late."""
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
@@ -121,6 +124,7 @@ class MetricsLog:
         finite: dict[str, float | None] = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
+        self.latest = values
         for sink in self._sinks:
             sink.write(step, values)
         for name in ALWAYS_MEASURED:
@@ -142,11 +146,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-def is_leader() -> bool:
-    """Of several hosts the one that writes."""
-    return int(jax.process_index()) == 0
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -35,6 +35,7 @@ from pistar.training.config import (
     save_config,
 )
 from pistar.training.contract import CONTRACT_FILE, Contract, read_contract
+from pistar.training.hosts import in_step, is_leader, meet, preempted, several
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare
@@ -55,8 +56,7 @@ def train(
     """Run it to its last step. Returns the last checkpoint, or nothing where none was made."""
     use_compilation_cache()
     folder, checkpoints = config.folder, config.folder / "checkpoints"
-    # A dry run of a resume has something to compare with; one of a new run wants no folder.
-    start_from = _claim_folder(config, console, resume=resume, overwrite=overwrite) if resume or not dry_run else None
+    start_from = _claim_folder(config, console, resume=resume, overwrite=overwrite)
     run = prepare(config, dry=dry_run)
     if start_from is not None:
         _compare_contracts(checkpoints / str(start_from), run.contract)
@@ -70,21 +70,25 @@ def train(
 
     audit = Audit.of(run)
     with StopRequest() as stop, ProgressLine(console, config) as line, jax.set_mesh(run.mesh):
-        line.says("loading weights" if start_from is None else f"restoring step {start_from}")
+        weights = "loading weights" if config.checkpoint else "making fresh weights"
+        line.says(weights if start_from is None else f"restoring step {start_from}")
         window: Window = {}
         if start_from is None:
             # As one program: the compilation cache keeps it, where hundreds of small ones are made anew each time.
             begin = jax.jit(lambda params: _first_state(run, params), donate_argnums=0, out_shardings=where)
-            state = begin(first_params(config, run.mesh))
+            state = in_step("the first state", begin)(first_params(config, run.mesh))
         else:
             state, window = restore(checkpoints, start_from, abstract, where, lambda s: _sorted(run.agent, s))
         step = start_from or 0
 
-        # Whatever could be refused has been: only now an old run goes, or its settings.
-        if overwrite and folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(folder / CONFIG_FILE, config)
+        # Whatever could be refused has been, on every host: only now an old run goes, or its settings.
+        meet("everything is loaded")
+        if is_leader():
+            if overwrite and folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(folder / CONFIG_FILE, config)
+        meet("the folder is ready")
         run_name = str(config.exp_name or config.name)
         with (
             closing(
@@ -94,7 +98,7 @@ def train(
         ):
             batches = _dispatches(run, step)
             line.says("compiling the update")
-            while step < config.steps and not stop.requested:
+            while step < config.steps and not stop.requested(step):
                 with line.waits():
                     taken = next(batches)
                 state, measured = dispatch(state, taken, jnp.int32(step))
@@ -102,20 +106,20 @@ def train(
                 step += len(taken)
                 line.stepped(step, state)
                 if step % config.log_every == 0 or step == config.steps:
-                    log.log(step, window, line.rates())
+                    log.log(step, window, line.rates(log.latest))
                     window = {}
                 if audit is not None and step % config.audit_every == 0:
-                    line.says("auditing the critic")
-                    log.log(step, {}, found := audit.look(state))
-                    audit.warn(found, console)
+                    with line.aside("auditing the critic", state):
+                        log.log(step, {}, found := audit.look(state))
+                        audit.warn(found, console)
                 if step % config.save_every == 0 or step == config.steps:
                     saver.save(step, _sorted(run.agent, state), window, log.flush)
             batches.close()
-            if stop.requested and step % config.save_every and step < config.steps:
+            if stop.heard and step % config.save_every and step < config.steps:
                 line.says(f"saving step {step}")
                 saver.save(step, _sorted(run.agent, state), window, log.flush)
             saver.wait()
-    if stop.requested:
+    if stop.heard:
         kept = "saved. Go on with --resume." if step else "there is nothing to save yet."
         console.print(f"Stopped on request at step {step}; {kept}", highlight=False)
     return checkpoints / str(step) if step else None
@@ -145,7 +149,7 @@ def make_dispatch(run: Run, where: object) -> Dispatch:
         state, windows = jax.lax.scan(update, state, (stacked, step + jnp.arange(len(batches))))
         return state, jax.tree.map(jnp.sum, windows)
 
-    return jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None))
+    return in_step("the update", jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None)))
 
 
 def _dispatches(run: Run, step: int) -> Generator[tuple[Any, ...]]:
@@ -220,7 +224,7 @@ def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -
         if name.startswith(SET_FOR_GOOD) or name.endswith(".type"):
             raise UserError(
                 f"{name} was {before} and is now {after}; weights and optimiser were made for the old one: "
-                "keep it, or start a new run from the checkpoint."
+                f"keep it (--config {new.folder / CONFIG_FILE} has them all), or start a new run from the checkpoint."
             )
         if name not in HARMLESS:
             unseen = ", and episodes held out so far may be trained on" if name in DECIDES_HELD_OUT else ""
@@ -259,14 +263,20 @@ def use_compilation_cache() -> None:
 
 
 class StopRequest:
-    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step."""
+    """SIGTERM, and the first Ctrl-C, as a wish to stop at the next step; of several hosts, SIGTERM to any of them."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.heard = False
         self._before: dict[int, Any] = {}
 
+    def requested(self, step: int) -> bool:
+        """Whether to stop before that step."""
+        self.heard = self.heard or preempted(step)
+        return self.heard
+
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
+        # Python lets no other thread set handlers; and for several hosts the runtime has its own.
+        if threading.current_thread() is threading.main_thread() and not several():
             self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -275,5 +285,5 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        self.requested = True
+        self.heard = True
         signal.signal(number, self._before[number])  # a second one means it

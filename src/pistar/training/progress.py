@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import jax
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pistar.training.config import RLTrainConfig
+from pistar.training.metrics import ALWAYS_MEASURED
 from pistar.training.run import Run
 
 
@@ -46,6 +47,7 @@ class ProgressLine:
         self._began = self._mark = time.monotonic()
         self._first: tuple[int, float] | None = None
         self._step, self._mark_step = 0, 0
+        self._losses: Mapping[str, float] = {}
         self._waited = 0.0
         """Since the last rates …"""
         self._waits = 0.0
@@ -74,6 +76,15 @@ class ProgressLine:
         self._waited += time.monotonic() - start
         self._waits += time.monotonic() - start
 
+    @contextlib.contextmanager
+    def aside(self, doing: str, state: object) -> Iterator[None]:
+        """Time spent here is no update's."""
+        jax.block_until_ready(state)  # type: ignore[no-untyped-call]  # the time until then is
+        self.says(doing)
+        start = time.monotonic()
+        yield
+        self._mark += time.monotonic() - start
+
     def stepped(self, step: int, state: object) -> None:
         """Some updates more."""
         if self._first is None:  # the first call compiles; its time is told, and not counted
@@ -85,8 +96,9 @@ class ProgressLine:
         self._step = step
         self._show(self._line())
 
-    def rates(self) -> dict[str, float]:
-        """Of the time since the last call."""
+    def rates(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Of the time since the last call. Shows losses among what was measured last."""
+        self._losses = {name: measured[name] for name in ALWAYS_MEASURED if name in measured}
         now, steps = time.monotonic(), self._step - self._mark_step
         seconds = now - self._mark
         share = self._waited / seconds if seconds > 0 else 0.0
@@ -111,6 +123,7 @@ class ProgressLine:
             left = timedelta(seconds=int(each * (self._config.steps - self._step)))
             text += f" · {each:.3g} s a step · {self._config.batch_size / each:.3g} samples/s · {left} left"
             text += f" · waited for data {self._waits / seconds:.0%}"
+        text += "".join(f" · {name} {value:.4g}" for name, value in self._losses.items())
         return text
 
     def _show(self, text: str) -> None:

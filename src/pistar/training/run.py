@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: data, statistics, weights and their agreement, the agent."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -25,13 +26,15 @@ from pistar.data.source import (
     label_dataset,
     split_episodes,
 )
+from pistar.data.transforms import flatten
 from pistar.errors import UserError
 from pistar.models.inspect import config_differences, infer_config
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
-from pistar.training.config import BcConfig, RLTrainConfig
+from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
 from pistar.training.contract import Contract, read_contract
+from pistar.training.hosts import in_step
 from pistar.training.metrics import check_trackers
 from pistar.training.optimizers import CosineSchedule, make_optimizer
 from pistar.training.sharding import make_mesh, over_rows, place, state_sharding
@@ -119,6 +122,7 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
             part.labels,
             _pictures(config, part.dataset, robot, dry=dry),
             prompt=config.data.prompt,
+            repack=_repack(config, robot),
         )
         for part in data
     ]
@@ -168,7 +172,7 @@ def first_params(config: RLTrainConfig, mesh: jax.sharding.Mesh) -> Params:
     def fresh(names: tuple[str, ...]) -> Params:
         where_these = {name: where[name] for name in names}
         make = jax.jit(lambda key: cast_frozen(model, init_params(model, key, names)), out_shardings=where_these)
-        made: Params = make(key)
+        made: Params = in_step("fresh weights", make)(key)
         return made
 
     if config.checkpoint is None:
@@ -194,8 +198,7 @@ def _label(config: RLTrainConfig, name: str) -> _Labelled:
     dataset = open_dataset(name)
     if isinstance(config.algorithm, BcConfig) and not data.only_successes:
         # Imitation of everything asks nobody who succeeded, so there is nothing to be told about it.
-        labels = label_dataset(dataset, FromEpisodes(()), RewardScheme("success"))
-        labels = dataclasses.replace(labels, notes=())
+        labels = _for_imitation(dataset, data)
     else:
         labels = label_dataset(dataset, data.success, data.rewards, data.without_success)
     _check_rewards(config, name, labels)
@@ -205,6 +208,25 @@ def _label(config: RLTrainConfig, name: str) -> _Labelled:
         if not len(train):
             raise UserError(f"{name} has no successful episode, and data.only_successes leaves no other; turn it off.")
     return _Labelled(dataset, labels, train, held_out)
+
+
+def _for_imitation(dataset: Dataset, data: DataConfig) -> Labels:
+    """Labels where there are any, so that the same episodes are held out as from a critic's training."""
+    try:
+        labels = label_dataset(dataset, data.success, RewardScheme("success"), data.without_success)
+    except UserError:
+        labels = label_dataset(dataset, FromEpisodes(()), RewardScheme("success"))
+    return dataclasses.replace(labels, notes=())
+
+
+def _repack(config: RLTrainConfig, robot: Robot) -> dict[str, str]:
+    """Which column is what, as slash paths of the robot's observation."""
+    usual = flatten(robot.repack)
+    for path in config.data.columns:
+        if path not in usual:
+            near = difflib.get_close_matches(path, usual, n=1) or list(usual)
+            raise UserError(f"data.columns names {path!r}, which {robot.name} has not; try {', '.join(near)}.")
+    return {path: name for path, name in (usual | config.data.columns).items() if name != "none"}
 
 
 def _check_rewards(config: RLTrainConfig, name: str, labels: Labels) -> None:
@@ -260,10 +282,12 @@ def _norm_stats(
             if there:
                 raise UserError(
                     f"{config.checkpoint} has norm stats for {', '.join(there)} and data.asset_id is {asset_id}; "
-                    "name the one to use, or a file of your own in data.norm_stats."
+                    "if one is your robot's, name it by --data.asset-id; else make your own by `pistar data stats` and "
+                    "give them as --data.norm-stats FILE."
                 )
     parts = [DatasetPart(part.dataset, part.train) for part in data]
-    return norm_stats_of(parts, robot, config.model.action_horizon), "the episodes trained on", asset_id
+    stats = norm_stats_of(parts, robot, config.model.action_horizon, repack=_repack(config, robot))
+    return stats, "the episodes trained on", asset_id
 
 
 def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer) -> None:
@@ -300,7 +324,7 @@ def _check_sizes(path: str, checkpoint: Checkpoint, contract: Contract) -> None:
 
 
 def _pictures(config: RLTrainConfig, dataset: Dataset, robot: Robot, *, dry: bool) -> Frames | FramePool:
-    cameras = [name for name in dataset_cameras(dataset, robot, robot.repack).values() if name is not None]
+    cameras = [name for name in dataset_cameras(dataset, robot, _repack(config, robot)).values() if name is not None]
     if dry or config.data.frames == "memory":
         return FramePool(dataset, cameras, config.model.image_size)
     with progress_bar() as bar:

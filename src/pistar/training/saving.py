@@ -17,6 +17,7 @@ from pistar.errors import UserError
 from pistar.models.pi0 import Params
 from pistar.training.checkpoints import STATE, Leaf, as_tree, open_checkpoint, write_checkpoint
 from pistar.training.contract import Contract
+from pistar.training.hosts import is_leader, several
 from pistar.training.metrics import Window
 from pistar.training.sharding import place
 from pistar.types import AnyArray
@@ -72,8 +73,15 @@ class Saver:
     def save(
         self, step: int, parts: Parts, window: Window, before_it_appears: Callable[[], object] = lambda: None
     ) -> None:
-        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error."""
+        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error.
+
+        Several hosts write together, each its own parts, and nothing else happens meanwhile.
+        """
         self.wait()
+        if several():
+            together = {f"{WINDOW}/{name}": jnp.stack(pair) for name, pair in window.items()}
+            self._write(step, Parts(parts.served, parts.raw, dict(parts.rest) | together), before_it_appears)
+            return
         served, raw, rest = jax.device_get((dict(parts.served), dict(parts.raw), dict(parts.rest)))
         sums = {f"{WINDOW}/{name}": np.stack(jax.device_get(pair)) for name, pair in window.items()}
         self._pending = self._thread.submit(self._write, step, Parts(served, raw, rest | sums), before_it_appears)
@@ -109,6 +117,8 @@ class Saver:
         self._thin_out()
 
     def _thin_out(self) -> None:
+        if not is_leader():
+            return
         for step in saved_steps(self._folder)[: -self._keep_last]:
             if self._keep_every is None or step % self._keep_every:
                 hidden = self._folder / f".{step}.deleted"  # half a checkpoint must not look like one

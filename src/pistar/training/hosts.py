@@ -1,0 +1,157 @@
+"""Several hosts as one: how they find each other, who writes, and where they wait for one another.
+
+JAX's own runtime does the work; these are the few things a run asks of it.
+"""
+
+import atexit
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from pistar.errors import UserError
+
+START_SECONDS = 300
+HEARTBEAT_SECONDS = 30
+"""A host that has not been heard of for so long is dead, and the others end too: they could only wait for it."""
+
+_meetings = itertools.count()
+
+
+def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, timeout: int = START_SECONDS) -> None:
+    """Meet the others at the coordinator's HOST:PORT; with nothing given, where Slurm, Open MPI or Kubernetes says.
+
+    Before anything else is asked of JAX.
+    """
+    if (coordinator is None) != (hosts is None) or (hosts is None) != (host is None):
+        raise UserError(
+            "Give --coordinator HOST:PORT, --hosts and --host together, or none of them with --distributed."
+        )
+    if hosts is not None and host is not None and not 0 <= host < hosts:
+        raise UserError(f"--host is {host} of {hosts} hosts; they are numbered 0 to {hosts - 1}.")
+    if coordinator is not None and host:
+        _knock(coordinator, timeout)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            hosts,
+            host,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except Exception as error:  # of several unrelated types, and with pages of text
+        reason = " ".join(str(error).split())[:200]
+        if coordinator is None and "coordinator_address" in reason:
+            raise UserError(
+                "--distributed finds no launcher (Slurm, Open MPI, Kubernetes); start by one, or give --coordinator "
+                "HOST:PORT, --hosts and --host."
+            ) from error
+        raise UserError(
+            f"The hosts did not meet at {coordinator or 'the place the launcher names'} ({reason}); check that all of "
+            "them run and that its port is free."
+        ) from error
+    if jax.default_backend() == "cpu":
+        # XLA's CPU programs forget, when read back from the cache, that their collectives keep an order; between
+        # processes they then take one for another ("20 vs 1 bytes") and die.
+        jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
+    _leave_last_words()
+
+
+def _knock(coordinator: str, timeout: int) -> None:
+    """Until somebody answers. JAX itself would end the process, with pages of text."""
+    name, _, port = coordinator.rpartition(":")
+    if not name or not port.isdecimal():
+        raise UserError(f"--coordinator is {coordinator}; give host 0's name and a free port of it, as node0:29400.")
+    patience = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((name.strip("[]"), int(port)), timeout=max(1, timeout)).close()
+        except OSError as error:
+            if time.monotonic() < patience:
+                time.sleep(0.2)
+                continue
+            raise UserError(
+                f"{coordinator} could not be reached within {timeout} s ({error}); check that host 0 runs, that the "
+                "address is its own and that no firewall is between."
+            ) from error
+        return
+
+
+LOST = "another host was lost, and with it this one ended; the last checkpoint is whole: go on with --resume."
+
+
+def _leave_last_words() -> None:
+    """JAX ends a process whose fellows died at once, in a page of C++; a process beside it says what that means."""
+    words = f"import sys; sys.stdin.read() or print('error:', {LOST!r}, file=sys.stderr)"
+    # In a group of its own: what ends this process must not end that one.
+    beside = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(beside.communicate, b"an end of its own")
+
+
+@contextlib.contextmanager
+def lost_hosts_named() -> Iterator[None]:
+    """Where a program fails because a host it speaks with is gone, that is what the user is told."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if several() and any(word in str(error) for word in ("Gloo", "NCCL", "Connection", "UNAVAILABLE")):
+            raise UserError(LOST[0].upper() + LOST[1:]) from error
+        raise
+
+
+def is_leader() -> bool:
+    """The one host that writes what all share."""
+    return int(jax.process_index()) == 0
+
+
+def several() -> bool:
+    """Whether there is anybody to wait for."""
+    return int(jax.process_count()) > 1
+
+
+def meet(where: str) -> None:
+    """Wait until all are there. By messages to the coordinator: words between devices are for programs alone."""
+    if several():
+        import orbax.checkpoint as ocp  # a second to import
+
+        # Told apart by number: a barrier's name serves once, and two saves of one step are possible.
+        ocp.multihost.sync_global_processes(f"{next(_meetings)}: {where}", processes=set(range(jax.process_count())))
+
+
+def in_step(name: str, program: Any) -> Callable[..., Any]:  # noqa: ANN401  # what jax.jit gives
+    """The same, but first called when all hosts have compiled it: a collective does not wait for one that still does.
+
+    Arguments of one structure have one shape.
+    """
+    if not several():
+        called: Callable[..., Any] = program
+        return called
+    compiled: dict[Any, Callable[..., Any]] = {}
+
+    def call(*args: object) -> Any:  # noqa: ANN401  # the program's
+        structure = jax.tree.structure(args)
+        if structure not in compiled:
+            compiled[structure] = program.lower(*args).compile()
+            meet(f"{name} is compiled")
+        return compiled[structure](*args)
+
+    return call
+
+
+def preempted(step: int) -> bool:
+    """Whether a SIGTERM of any host has reached all of them, at a step that is the same for all."""
+    return several() and bool(multihost_utils.reached_preemption_sync_point(step))
+
+
+def part() -> None:
+    """Leave in order, so that nobody is taken for dead."""
+    with contextlib.suppress(RuntimeError):  # it was never joined
+        jax.distributed.shutdown()  # type: ignore[no-untyped-call]

@@ -1,0 +1,115 @@
+"""Two real processes on loopback: they train what one trains, save together, and stop together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pistar.errors import UserError
+from pistar.training.hosts import join_hosts
+from pistar.training.metrics import read_metrics
+from pistar.training.saving import saved_steps
+
+PROGRAM = Path(__file__).parent.parent / "train_together.py"
+pytestmark = pytest.mark.xdist_group("hosts")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(folder: Path, hosts: int, *flags: str, **changes: object) -> "list[subprocess.Popen[str]]":
+    """Four devices in all, shared by so many processes."""
+    devices = f"--xla_force_host_platform_device_count={4 // hosts}"
+    env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), port, str(hosts), str(host), str(folder), json.dumps(changes), *flags],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(hosts)
+    ]
+
+
+def finish(processes: "list[subprocess.Popen[str]]") -> list[str]:
+    """What each said; all must have ended well."""
+    said = [process.communicate(timeout=600)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    return said
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    lines = read_metrics(folder / "runs" / "debug" / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
+
+
+def test_two_hosts_train_what_one_trains_and_one_goes_on_where_a_dead_host_left_it(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    finish(start(alone, 1))
+    processes = start(together, 2)
+    checkpoints = together / "runs" / "debug" / "checkpoints"
+    while not saved_steps(checkpoints) and all(process.poll() is None for process in processes):
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    said = processes[0].communicate(timeout=120)[1]
+    assert processes[0].returncode != 0
+    assert time.monotonic() - killed < 60, "the other host waited too long for the dead one"
+    assert "nother host was lost" in said, said
+    assert "go on with --resume" in said
+    steps, other = saved_steps(checkpoints), processes[1].communicate()[1]
+    assert steps, f"they ended before one was killed: {said} {other}"
+    assert steps[-1] < 12, "it was done before a host could be killed"
+    finish(start(together, 1, "--resume"))
+    compare(told(together), told(alone))
+
+
+def test_a_stop_of_one_host_reaches_the_other_and_both_save(tmp_path: Path) -> None:
+    processes = start(tmp_path, 2, steps=2000, save_every=1000, imitate=True)
+    folder = tmp_path / "runs" / "debug"
+    while not read_metrics(folder / "metrics.jsonl") and all(process.poll() is None for process in processes):
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    said = finish(processes)
+    assert "Stopped on request at step" in said[0]
+    (step,) = saved_steps(folder / "checkpoints")
+    assert 2 <= step < 1000
+
+
+def test_an_address_where_nobody_is_names_itself_and_a_remedy() -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=f"127.0.0.1:{port} could not be reached within 1 s .* check that host 0 runs"):
+        join_hosts(f"127.0.0.1:{port}", 2, 1, timeout=1)
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(UserError, match="--coordinator is node0; give host 0's name and a free port"):
+        join_hosts("node0", 2, 1)
+
+
+def test_half_an_address_is_refused() -> None:
+    with pytest.raises(UserError, match="together, or none of them"):
+        join_hosts("127.0.0.1:1", None, None)
+    with pytest.raises(UserError, match="--host is 2 of 2 hosts; they are numbered 0 to 1"):
+        join_hosts("127.0.0.1:1", 2, 2)
