@@ -30,6 +30,7 @@ bench: setup
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/second_start.py
+	$(BIN)/python benchmarks/scaling.py
 
 # The versions everybody tests with. Without index addresses: whose they are is the machine's business.
 lock: setup

@@ -8,7 +8,7 @@ import optax
 from pistar.agents.acrlpd import Acrlpd
 from pistar.config import AcrlpdConfig, CriticConfig
 from pistar.training import sharding
-from pistar.training.sharding import bytes_per_device, everywhere, make_mesh, over_rows, state_sharding
+from pistar.training.sharding import bytes_per_device, everywhere, make_mesh, over_rows, state_problems, state_sharding
 from pistar.types import ChunkBatch, Observation
 from small_run import MODEL
 
@@ -60,7 +60,10 @@ def main() -> None:
         state = jax.device_put(first, where)
         held = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
         assert held == 8 * bytes_per_device(first, mesh)
+        assert state_problems(state, mesh) == []
         if fsdp > 1:
+            problems = state_problems(jax.device_put(first, everywhere(mesh)), mesh)
+            assert any("PaliGemma/llm/embedder" in problem and "on a device, not" in problem for problem in problems)
             assert held < 1.5 * 8 / fsdp * sum(leaf.nbytes for leaf in jax.tree.leaves(first))
         with jax.set_mesh(mesh):
             update = jax.jit(agent.update, out_shardings=(where, everywhere(mesh)))

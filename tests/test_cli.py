@@ -95,7 +95,7 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
     config, options = asked[0]
     assert (config.name, config.seed, config.batch_size, config.exp_name) == ("debug", 3, 24, "towel")
     assert config.policy_optimizer.schedule.peak_lr == 3e-3
-    assert options == {"resume": True, "overwrite": False, "dry_run": False}
+    assert options == {"resume": True, "overwrite": False, "dry_run": False, "debug": False}
     cli.main(["train", "debug", "--data.columns", "images/cam_high", "observation.images.top"])
     assert asked.pop()[0].data.columns == {"images/cam_high": "observation.images.top"}
     cli.main(["train", "bc_aloha_fold", "--lora"])

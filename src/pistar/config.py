@@ -14,6 +14,7 @@ CriticEncoder = Literal["prefix", "own"]
 CriticLoss = Literal["huber", "squared"]
 Actor = Literal["awr", "best_of_n", "bc"]
 AwrBy = Literal["weight", "resample"]
+Freezable = Literal["vision", "vlm"]
 
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 """The cameras π₀ was pre-trained with, in the order of its prefix tokens."""
@@ -115,6 +116,8 @@ class Pi0Config:
     """What the transformers compute in. Parameters stay float32 unless they are frozen."""
     remat: Remat = "full"
     """What a transformer block recomputes in the backward pass: nothing, all but its matrix products, everything."""
+    freeze: tuple[Freezable, ...] = ()
+    """Parts that keep their weights, beside those that adapters freeze: the vision tower, the language model."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "action_dim", "action_horizon", "max_token_len", "vocab_size", "image_size")
@@ -243,6 +246,8 @@ class AcrlpdConfig:
     """λ_bc: weight of plain imitation beside it. With the actor `bc`, the weight of the whole loss."""
     ema_decay: float | None = 0.99
     """Of the policy that acts, proposes next actions and is saved. None: the trained one does."""
+    ema_dtype: DType = "float32"
+    """bfloat16 halves the average; it is rounded up or down at random, so that it does not stand still."""
     augmentation: bool = True
     """Of the pictures the policy learns from and the critic judges in; never of the next ones."""
     critic_updates: int = 1
@@ -257,6 +262,7 @@ class AcrlpdConfig:
         _check_choice(self, "critic_loss", CriticLoss)
         _check_choice(self, "actor", Actor)
         _check_choice(self, "awr_by", AwrBy)
+        _check_choice(self, "ema_dtype", DType)
         if not 0 < self.gamma <= 1:
             raise UserError(f"gamma is {self.gamma}; a discount is above 0 and at most 1 (1 − 1/T for T steps).")
         if not 0 < self.tau <= 1:

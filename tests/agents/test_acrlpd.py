@@ -426,7 +426,7 @@ def test_the_critics_updates_share_the_batch() -> None:
     params, target = agent.critic.init(jax.random.key(1)), agent.critic.init(jax.random.key(2))
     state = dataclasses.replace(state, critic=params, target_critic=target)
     batch: Transitions = jax.tree.map(lambda leaf: leaf[jnp.array([0, 1, 2, 0])], transitions())
-    found, metrics = jax.jit(agent._update_critic)(state, batch, KEY)
+    found, metrics = jax.jit(agent.update_critic)(state, batch, KEY)
 
     told = []
     gradient_of = jax.jit(jax.grad(compute_critic_loss, argnums=1, has_aux=True), static_argnums=0)
@@ -546,7 +546,7 @@ def test_the_critic_learns_first_and_the_policy_is_judged_by_what_it_knows_then(
         samples = agent._sample(before.policy.trained, prefix, agent._noise(sample_key, batch.observations))
         looked = agent.critic.see(batch.observations, prefix)
         state = dataclasses.replace(before, critic=critic)
-        told = agent._lesson(state, batch, agent._transitions(before, batch, looked, next_key), samples, draw_key)[1]
+        told = agent._lesson(state, batch, agent.transitions(before, batch, looked, next_key), samples, draw_key)[1]
         return told["advantage_mean"]
 
     found = done.metrics[2]["advantage_mean"]
@@ -584,7 +584,7 @@ def test_transitions_are_the_batchs_first_h_steps_in_the_robots_dims() -> None:
     """Rows of `chunk_batch`: whole; success in step 2; nothing to bootstrap from; two steps, then time ran out."""
     batch = chunk_batch()
     nothing = Seen(jnp.zeros((4, 16)), jnp.zeros((4, 6)), None)
-    found = jax.jit(agent_of(flow_steps=1)._transitions)(plain().states[0], batch, nothing, KEY)
+    found = jax.jit(agent_of(flow_steps=1).transitions)(plain().states[0], batch, nothing, KEY)
     np.testing.assert_allclose(found.returns, [0, 0.9**2, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.bootstrap, [0.9**3, 0, 0, 0.9**2], rtol=1e-6)
     np.testing.assert_array_equal(found.trains, [True, True, False, True])
@@ -755,7 +755,7 @@ def test_the_average_acts_proposes_and_is_saved() -> None:
     def everything(state: AcrlpdState) -> tuple[Array, Array, Array, Array]:
         observations = chunk_batch().observations
         chunk = agent.act(state, observations, KEY)
-        proposals = agent._transitions(state, chunk_batch(), nothing, KEY)
+        proposals = agent.transitions(state, chunk_batch(), nothing, KEY)
         sampled = agent.sample_candidates(state, observations, KEY, 3)
         return chunk, proposals.candidates, proposals.next_seen.features, sampled
 

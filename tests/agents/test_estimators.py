@@ -11,6 +11,7 @@ from pistar.agents.estimators import (
     ema,
     reachable_returns,
     resample,
+    round_at_random,
     temperature_loss,
 )
 from pistar.config import Aggregation
@@ -22,6 +23,32 @@ def test_ema_keeps_its_share_of_the_old_and_the_dtype() -> None:
     averaged = ema(old, new, 0.75)
     np.testing.assert_allclose(averaged["w"], [1.5, 3.0])
     assert averaged["frozen"].dtype == jnp.bfloat16
+
+
+def test_random_rounding_is_right_on_average_and_leaves_what_needs_none() -> None:
+    x = jnp.array([1.0, 1.0 + 2**-9, -1.0 - 2**-9, 3e-3, 0.0, jnp.inf, jnp.nan])
+    draws = jax.vmap(lambda key: round_at_random({"x": x}, key)["x"])(jax.random.split(jax.random.key(0), 4000))
+    assert draws.dtype == jnp.bfloat16
+    mean = draws.astype(jnp.float32).mean(axis=0)
+    np.testing.assert_allclose(mean[:5], x[:5], rtol=2e-4)
+    assert set(np.unique(draws[:, 1].astype(jnp.float32))) == {1.0, 1.0 + 2**-7}
+    assert (draws[:, 0] == 1).all()
+    assert jnp.isposinf(mean[5])
+    assert jnp.isnan(mean[6])
+
+
+def test_an_average_in_bfloat16_follows_where_rounding_to_the_nearest_stands_still() -> None:
+    def follow(rounded: bool) -> float:
+        def step(average: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+            exact = ema(average.astype(jnp.float32), jnp.full(256, 1.1), 0.99)
+            return round_at_random(exact, key) if rounded else exact.astype(jnp.bfloat16), None
+
+        start = jnp.ones(256, jnp.bfloat16)
+        last, _ = jax.lax.scan(step, start, jax.random.split(jax.random.key(0), 500))
+        return float(last.astype(jnp.float32).mean())
+
+    assert abs(follow(rounded=True) - 1.1) < 5e-3
+    assert follow(rounded=False) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pistar.agents.estimators import ema
 from pistar.agents.flow_bc import FlowBC, FlowBCState, weighted_flow_loss
 from pistar.models.images import augment, to_float
 from pistar.models.pi0 import bind, draw_noise_and_time, is_frozen
+from pistar.training.optimizers import AdamWConfig, CosineSchedule, make_optimizer
 from pistar.types import PolicyBatch
 
 import goldens
@@ -125,6 +126,30 @@ def test_adapters_train_and_frozen_weights_keep_every_bit() -> None:
     assert jnp.abs(last.trained[adapter] - trained.start.trained[adapter]).max() > 0
     moments = jax.tree.leaves(last.optimizer)
     assert sum(m.size for m in moments) < 2 * sum(p.size for p in last.trained.values()) + 10
+
+
+@pytest.mark.xdist_group("flow_bc")
+def test_a_frozen_vlm_factored_moments_and_a_small_average_still_train() -> None:
+    config = dataclasses.replace(goldens.config("pi0_tiny"), freeze=("vision", "vlm"))
+    constant = CosineSchedule(warmup_steps=0, peak_lr=1e-3, decay_steps=1, decay_lr=1e-3)
+    optimizer = make_optimizer(AdamWConfig(constant, moments="factored"))
+    agent = FlowBC(config, optimizer, ema_decay=0.5, augmentation=False, ema_dtype="bfloat16")
+    start = state = agent.init_from(goldens.params("pi0_tiny"))
+    assert {name.split("/")[1] for name in start.frozen} == {"img", "llm"}
+    assert not any("llm" in name and "_1" in name for name in start.frozen)
+    assert all(name.startswith("PaliGemma/llm") <= ("_1" in name) for name in start.trained)
+    update, losses, average = jax.jit(agent.update), [], start.trained
+    for _ in range(4):
+        state, metrics = update(state, batch(), jax.random.key(0))
+        losses.append(float(metrics["loss"]))
+        average = ema(average, state.trained, 0.5)
+    assert losses[-1] < losses[0]
+    for name, p in state.frozen.items():
+        np.testing.assert_array_equal(p, start.frozen[name])
+    served = agent.policy_params(state)
+    for name, expected in average.items():
+        assert served[name].dtype == jnp.bfloat16
+        np.testing.assert_allclose(served[name].astype(jnp.float32), expected, rtol=2**-6, atol=2e-5)
 
 
 @pytest.mark.xdist_group("flow_bc")

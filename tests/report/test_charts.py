@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from pistar.report.charts import small_multiples
+from pistar.report.charts import small_multiples, stacked_bars
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -43,3 +43,14 @@ def test_names_with_markup_are_escaped() -> None:
     texts = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
     assert "<b>&" in texts
     assert "a < b" in texts
+
+
+def test_parts_of_a_bar_are_as_wide_as_their_numbers_and_lie_end_to_end() -> None:
+    svg = stacked_bars({"a": {"x": 1.0, "y": 3.0}, "b": {"y": 2.0}}, title="t", unit="GB", limit=5.0)
+    rects = [r for r in ET.fromstring(svg).iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    x, width = ([float(r.attrib[name]) for r in rects] for name in ("x", "width"))
+    np.testing.assert_allclose(np.array(width) / width[0], [1, 3, 2], rtol=0.01)
+    np.testing.assert_allclose(x[0] + width[0], x[1], atol=0.2)
+    assert rects[1].attrib["fill"] == rects[2].attrib["fill"] != rects[0].attrib["fill"]
+    (first, _) = ET.fromstring(svg).iter(f"{SVG}line")
+    np.testing.assert_allclose((float(first.attrib["x1"]) - x[0]) / width[0], 5, rtol=0.01)

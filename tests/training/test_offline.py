@@ -220,8 +220,12 @@ def test_a_run_starts_from_a_checkpoint_with_its_own_statistics(finished: Path, 
     """And with its weights: after one update of the policy the average has moved a hundredth of the way."""
     start = finished / "checkpoints" / "12"
     config = small_run(tmp_path, cache, checkpoint=str(start), steps=3)
-    said = quietly(config)
+    said = quietly(config, debug=True)
     assert "assets/pistar of" in said
+    assert "policy/trained/PaliGemma/llm/embedder/input_embedding  float32[" in said
+    assert "debug: nothing is wrong with the state" in said
+    for words in ("MB at", "loaded", "first update", "weights that train", "target critic"):
+        assert words in said, words
     end = config.folder / "checkpoints" / "3"
     before, after = (folder / "assets" / "pistar" / "norm_stats.json" for folder in (start, end))
     assert before.read_text() == after.read_text()

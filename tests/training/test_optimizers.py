@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from pistar.errors import UserError
 from pistar.training.optimizers import (
     AdamWConfig,
     CosineSchedule,
+    Moments,
     RsqrtSchedule,
     Schedule,
     make_optimizer,
@@ -137,3 +138,25 @@ def test_gradient_is_clipped_before_the_moments_see_it(clip_norm: float, expecte
 def test_bad_value_dies_at_birth_with_reason_and_remedy(build: Callable[[], object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build()
+
+
+def test_moments_take_the_memory_they_are_said_to() -> None:
+    weights = {"w": jnp.ones((256, 512))}
+    taken = {
+        moments: sum(m.nbytes for m in jax.tree.leaves(make_optimizer(AdamWConfig(moments=moments)).init(weights)))
+        for moments in get_args(Moments)
+    }
+    size = 4 * 256 * 512
+    assert taken["float32"] == pytest.approx(2 * size, rel=1e-3)
+    assert taken["bfloat16"] == pytest.approx(1.5 * size, rel=1e-3)
+    assert taken["factored"] < 0.01 * size
+
+
+def test_factored_moments_step_as_far_as_the_rate_says() -> None:
+    """A gradient of rank one is what rows and columns can tell: its step has the rate's size everywhere."""
+    constant = CosineSchedule(warmup_steps=0, peak_lr=1e-2, decay_steps=1, decay_lr=1e-2)
+    optimizer = make_optimizer(AdamWConfig(constant, moments="factored", weight_decay=0.0))
+    weights = {"w": jnp.zeros((128, 256))}
+    gradient = {"w": jnp.outer(jnp.linspace(-1, 2, 128), jnp.linspace(1, 3, 256))}
+    step, _ = optimizer.update(gradient, optimizer.init(weights), weights)
+    np.testing.assert_allclose(step["w"], -1e-2 * jnp.sign(gradient["w"]), rtol=1e-3)

@@ -16,8 +16,19 @@ from pistar.config import Pi0Config
 from pistar.errors import UserError
 from pistar.models.pi0 import param_shapes
 from pistar.presets import get_config
+from pistar.training.optimizers import AdamWConfig, Moments, make_optimizer
 from pistar.training.run import make_agent
-from pistar.training.sharding import bytes_per_device, leaf_bytes, leaf_sharding, make_mesh, place
+from pistar.training.sharding import (
+    bytes_per_device,
+    leaf_bytes,
+    leaf_sharding,
+    make_mesh,
+    optimizer_problems,
+    place,
+    state_problems,
+    tree_differences,
+    tree_report,
+)
 
 EIGHT = AbstractMesh((1, 8), ("batch", "fsdp"))
 
@@ -80,14 +91,68 @@ def test_a_part_that_several_devices_want_is_read_once() -> None:
     assert len(read) == 1
 
 
-def test_an_update_on_eight_devices_split_any_way_is_that_of_one() -> None:
-    program = Path(__file__).parent.parent / "step_on_meshes.py"
+def on_eight_devices(program: str, *args: str) -> None:
+    """Run a program beside the tests' folder; it fails where something is wrong."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(Path(__file__).parent.parent / program), *args],
         env={**os.environ, "XLA_FLAGS": flags},
         check=False,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_update_on_eight_devices_split_any_way_is_that_of_one() -> None:
+    on_eight_devices("step_on_meshes.py")
+
+
+def test_loading_onto_eight_devices_never_holds_more_than_the_parts(openpi_goldens: Path) -> None:
+    on_eight_devices("load_on_devices.py", str(openpi_goldens / "openpi_ckpt_pi0_tiny.tar.gz"))
+
+
+# --- Looking at what there is -----------------------------------------------------------------------------------------
+
+STATE = {"w": jnp.ones((4, 8)), "b": jnp.zeros(3, jnp.bfloat16)}
+
+
+def test_a_report_lists_every_array_the_largest_first() -> None:
+    first, second = tree_report(STATE)
+    assert (first.path, first.shape, first.dtype, first.bytes, first.bytes_on_device) == (
+        "w",
+        (4, 8),
+        "float32",
+        128,
+        128,
+    )
+    assert (second.path, second.bytes) == ("b", 6)
+    assert str(first) == "w  float32[4, 8]  whole  0.000 of 0.000 MB"
+
+
+def test_differences_name_what_is_missing_and_what_is_unlike() -> None:
+    other = {"w": jnp.ones((4, 9)), "b": jnp.zeros(3), "c": jnp.zeros(1)}
+    assert tree_differences(STATE, other) == [
+        "w: shape (4, 8) and (4, 9)",
+        "b: dtype bfloat16 and float32",
+        "c is only in the second",
+    ]
+    assert tree_differences(STATE, STATE) == []
+
+
+def test_an_unexpected_dtype_is_named() -> None:
+    assert state_problems(STATE, make_mesh()) == []
+    (problem,) = state_problems({"w": jnp.ones(2, jnp.float16)}, make_mesh())
+    assert problem.startswith("w is float16; a state is of float32")
+
+
+@pytest.mark.parametrize("moments", ["float32", "factored"])
+def test_moments_that_belong_to_other_parameters_are_named(moments: Moments) -> None:
+    params = {"layer/w": jnp.ones((256, 512)), "layer/b": jnp.ones(7)}
+    optimizer = make_optimizer(AdamWConfig(moments=moments))
+    assert optimizer_problems(params, optimizer.init(params)) == []
+    (stranger, *_) = optimizer_problems(params, optimizer.init(params | {"layer/v": jnp.ones(2)}))
+    assert stranger == "the optimiser has a moment of layer/v, which is no parameter that trains"
+    if moments == "float32":
+        unlike = optimizer_problems(params | {"layer/b": jnp.ones(8)}, optimizer.init(params))
+        assert unlike[0] == "the optimiser's moment of layer/b is (7,), the parameter (8,)"

@@ -202,7 +202,8 @@ class Acrlpd:
     @property
     def policy(self) -> FlowBC:
         """The policy's own training: its optimiser, average and augmentation."""
-        return FlowBC(self.model, self.policy_optimizer, self.config.ema_decay, self.config.augmentation)
+        c = self.config
+        return FlowBC(self.model, self.policy_optimizer, c.ema_decay, c.augmentation, ema_dtype=c.ema_dtype)
 
     @property
     def critic(self) -> Critic:
@@ -251,8 +252,8 @@ class Acrlpd:
         read = self._read if self.accumulation == 1 else self._read_in_parts
         noise = None if self.config.actor == "bc" else self._noise(sample_key, observations)
         reading = read(state, observations, noise)
-        transitions = self._transitions(state, batch, reading.seen, next_key)
-        state, metrics = self._update_critic(state, transitions, critic_key)
+        transitions = self.transitions(state, batch, reading.seen, next_key)
+        state, metrics = self.update_critic(state, transitions, critic_key)
 
         frozen = state.policy.frozen
         thawed = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen={}))  # not through `cond`
@@ -391,7 +392,7 @@ class Acrlpd:
         seen, samples = map_parts(look, (observations, noise), self.accumulation)
         return _Reading(seen, lambda: samples, gradient)
 
-    def _transitions(self, state: AcrlpdState, batch: ChunkBatch, seen: Seen, key: PRNGKeyArray) -> Transitions:
+    def transitions(self, state: AcrlpdState, batch: ChunkBatch, seen: Seen, key: PRNGKeyArray) -> Transitions:
         """What the critic learns from; s' is read and acted in by the acting policy."""
         c = self.config
         params = self.policy_params(state)
@@ -415,7 +416,7 @@ class Acrlpd:
             trains=jnp.asarray(batch.sequence_mask),
         )
 
-    def _update_critic(
+    def update_critic(
         self, state: AcrlpdState, transitions: Transitions, key: PRNGKeyArray
     ) -> tuple[AcrlpdState, Metrics]:
         """`critic_updates` steps of critic and target, each on its share of the batch."""

@@ -19,6 +19,27 @@ def ema(old: T, new: T, decay: float) -> T:
     return averaged
 
 
+def round_at_random(tree: T, key: PRNGKeyArray) -> T:
+    """float32 to bfloat16, up with the probability of being nearer to it: right on average.
+
+    A step of an average is mostly smaller than bfloat16 can tell; rounded to the nearest it would never be made.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def rounded(leaf: Float[Array, "..."], key: PRNGKeyArray) -> Float[Array, "..."]:
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+        below = jax.random.bits(key, leaf.shape, jnp.uint16).astype(jnp.uint32)
+        # bfloat16 is the upper half: what is drawn for the lower half carries into it as often as it should.
+        upper = ((bits + below) >> 16).astype(jnp.uint16)
+        return jnp.where(
+            jnp.isfinite(leaf), jax.lax.bitcast_convert_type(upper, jnp.bfloat16), leaf.astype(jnp.bfloat16)
+        )
+
+    keys = jax.random.split(key, len(leaves))
+    made: T = jax.tree.unflatten(structure, [rounded(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
+    return made
+
+
 # --- Returns ----------------------------------------------------------------------------------------------------------
 
 

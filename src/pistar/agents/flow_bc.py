@@ -8,8 +8,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pistar.agents.accumulation import even_weight, mean_parts
-from pistar.agents.estimators import ema
-from pistar.config import Pi0Config
+from pistar.agents.estimators import ema, round_at_random
+from pistar.config import DType, Pi0Config
 from pistar.models.images import augment, resize_with_pad, to_float
 from pistar.models.pi0 import Params, bind, cast_frozen, draw_noise_and_time, init_params, is_frozen
 from pistar.types import Observation, PolicyBatch, pytree
@@ -46,6 +46,7 @@ class FlowBC:
     augmentation: bool = True
     accumulation: int = 1
     """Parts a batch is worked through in, to save memory; gradients are added up."""
+    ema_dtype: DType = "float32"
 
     def init(self, key: PRNGKeyArray) -> FlowBCState:
         """From fresh parameters."""
@@ -57,7 +58,9 @@ class FlowBC:
         trained = {name: p for name, p in params.items() if not is_frozen(self.config, name)}
         frozen = {name: p for name, p in params.items() if name not in trained}
         # A copy: a donated state must not hand the same buffer over twice.
-        average = None if self.ema_decay is None else jax.tree.map(jnp.copy, trained)
+        average = (
+            None if self.ema_decay is None else {n: jnp.copy(p).astype(self.ema_dtype) for n, p in trained.items()}
+        )
         return FlowBCState(trained, frozen, average, self.optimizer.init(trained), jnp.int32(0))
 
     def update(self, state: FlowBCState, batch: PolicyBatch, key: PRNGKeyArray) -> tuple[FlowBCState, dict[str, Array]]:
@@ -90,7 +93,12 @@ class FlowBC:
         """The optimiser's step down this gradient, and the average's after it."""
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        average = None if self.ema_decay is None else ema(state.average, trained, self.ema_decay)
+        average = None
+        if self.ema_decay is not None:
+            before = jax.tree.map(lambda p: p.astype(jnp.float32), state.average)
+            average = ema(before, trained, self.ema_decay)
+            if self.ema_dtype == "bfloat16":
+                average = round_at_random(average, jax.random.fold_in(jax.random.key(0), state.step))
         return FlowBCState(trained, state.frozen, average, optimizer, state.step + 1)
 
     def act(self, state: FlowBCState, observation: Observation, key: PRNGKeyArray) -> Float[Array, "b h a"]:

@@ -14,7 +14,7 @@ MODEL_NAMES: dict[ModelType, str] = {"pi0": "π₀", "pi05": "π₀.₅"}
 """As people write them."""
 
 NOT_IN_WEIGHTS = frozenset(
-    {"action_horizon", "max_token_len", "cameras", "dtype", "remat", "vlm.lora.alpha", "expert.lora.alpha"}
+    {"action_horizon", "max_token_len", "cameras", "dtype", "remat", "freeze", "vlm.lora.alpha", "expert.lora.alpha"}
 )
 """What no weight shows. `infer_config` gives OpenPI's defaults for these; a contract knows better."""
 

@@ -234,13 +234,17 @@ def cast_frozen(config: Pi0Config, params: Mapping[str, Array]) -> Params:
 
 
 def is_frozen(config: Pi0Config, name: str) -> bool:
-    """OpenPI's freeze filter: an expert with adapters keeps its own weights, and the adapters train.
+    """OpenPI's freeze filter, and what the config freezes by name.
 
-    With adapters on the VLM alone everything of the language model but the action expert is frozen; the vision tower
-    always trains.
+    An expert with adapters keeps its own weights, and the adapters train. With adapters on the VLM alone everything of
+    the language model but the action expert is frozen; OpenPI always trains the vision tower.
     """
     expert_weight = re.fullmatch(r".*llm.*_1.*", name) is not None
     frozen = re.fullmatch(r".*llm.*", name) is not None
+    if "vision" in config.freeze and name.startswith("PaliGemma/img/"):
+        return True
+    if "vlm" in config.freeze and frozen and not expert_weight:
+        return True
     if config.vlm.lora is None:
         frozen = config.expert.lora is not None and expert_weight
     elif config.expert.lora is None:

@@ -1,7 +1,7 @@
 """Pictures as SVG text: no plotting library, and a page can carry them inside itself."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 
 import numpy as np
@@ -11,6 +11,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5
 """Okabe and Ito's, told apart by colour-blind readers too."""
 _WIDTH, _HEIGHT, _GAP = 200, 110, 16
 _LEFT, _TOP = 40, 22
+_BAR_WIDTH = 640
 
 
 def small_multiples(panels: Mapping[str, Float[np.ndarray, "lines points"]], *, title: str, columns: int = 4) -> str:
@@ -27,12 +28,47 @@ def small_multiples(panels: Mapping[str, Float[np.ndarray, "lines points"]], *, 
         )
         for i, (name, lines) in enumerate(panels.items())
     ]
+    return _svg(width, height, title, drawn)
+
+
+def _svg(width: int, height: int, title: str, drawn: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="11" fill="#222">'
         f'<rect width="100%" height="100%" fill="#fff"/>'
         f'<text x="{_GAP}" y="30" font-size="16">{escape(title)}</text>' + "".join(drawn) + "</svg>\n"
     )
+
+
+def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: str, limit: float | None = None) -> str:
+    """A bar per name, of parts end to end on one scale, with a legend; `limit` is a line across all of them."""
+    names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    totals = {bar: sum(parts.values()) for bar, parts in bars.items()}
+    scale = _BAR_WIDTH / (max(*totals.values(), limit or 0.0) * 1.05 or 1.0)
+    width, legend = _BAR_WIDTH + 2 * _GAP, 56 + 62 * len(bars)
+    height = legend + 18 * math.ceil(len(names) / 2) + _GAP
+    drawn = []
+    for row, (bar, parts) in enumerate(bars.items()):
+        x, y = float(_GAP), 76 + 62 * row
+        drawn.append(f'<text x="{_GAP}" y="{y - 6}">{escape(bar)}: {totals[bar]:.4g} {escape(unit)}</text>')
+        for name, value in parts.items():
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{value * scale:.1f}" height="26" fill="{colours[name]}">'
+                f"<title>{escape(name)}: {value:.4g} {escape(unit)}</title></rect>"
+            )
+            x += value * scale
+        if limit is not None:
+            at = _GAP + limit * scale
+            drawn.append(
+                f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y - 4}" y2="{y + 30}" stroke="#c00" stroke-width="2"/>'
+            )
+            drawn.append(f'<text x="{at:.1f}" y="{y - 6}" text-anchor="end" fill="#c00">{limit:.4g}</text>')
+    for i, name in enumerate(names):
+        x, y = _GAP + (i % 2) * _BAR_WIDTH / 2, legend + 18 * (i // 2)
+        drawn.append(f'<rect x="{x}" y="{y}" width="11" height="11" fill="{colours[name]}"/>')
+        drawn.append(f'<text x="{x + 17}" y="{y + 10}">{escape(name)}</text>')
+    return _svg(width, height, title, drawn)
 
 
 def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float]:

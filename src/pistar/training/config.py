@@ -6,7 +6,7 @@ from typing import Literal
 
 import yaml
 
-from pistar.config import AcrlpdConfig, Pi0Config
+from pistar.config import AcrlpdConfig, DType, Pi0Config
 from pistar.data.chunks import Tails, WindowOptions
 from pistar.data.loader import PoolOptions
 from pistar.data.norm_stats import Norm
@@ -34,6 +34,8 @@ class BcConfig:
 
     ema_decay: float | None = 0.99
     """Of the policy that acts and is saved. None keeps no average."""
+    ema_dtype: DType = "float32"
+    """bfloat16 halves the average; it is rounded up or down at random, so that it does not stand still."""
     augmentation: bool = True
 
     def __post_init__(self) -> None:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from rich.console import Console
 
-from pistar.agents.flow_bc import FlowBC
+from pistar.agents.acrlpd import AcrlpdState
+from pistar.agents.flow_bc import FlowBC, FlowBCState
 from pistar.data.frames import cache_home
 from pistar.errors import UserError
 from pistar.models.pi0 import Params, param_shapes
@@ -36,11 +37,13 @@ from pistar.training.config import (
 )
 from pistar.training.contract import CONTRACT_FILE, Contract, read_contract
 from pistar.training.hosts import in_step, is_leader, meet, preempted, several
+from pistar.training.memory import MemoryMonitor
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
+from pistar.training.plan import components
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare
 from pistar.training.saving import Parts, Saver, restore, saved_steps, sort_leaves
-from pistar.training.sharding import state_sharding
+from pistar.training.sharding import optimizer_problems, state_problems, state_sharding, tree_report
 
 CONFIG_FILE = "config.yaml"
 
@@ -52,8 +55,12 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
+    debug: bool = False,
 ) -> Path | None:
-    """Run it to its last step. Returns the last checkpoint, or nothing where none was made."""
+    """Run it to its last step. Returns the last checkpoint, or nothing where none was made.
+
+    `debug` prints how the state lies on the devices, what is wrong with it, and the memory taken at each stage.
+    """
     use_compilation_cache()
     folder, checkpoints = config.folder, config.folder / "checkpoints"
     start_from = _claim_folder(config, console, resume=resume, overwrite=overwrite)
@@ -68,7 +75,8 @@ def train(
         _check_shapes(run, dispatch, abstract, console)
         return None
 
-    audit = Audit.of(run)
+    audit, memory = Audit.of(run), MemoryMonitor()
+    memory.mark("start")
     with StopRequest() as stop, ProgressLine(console, config) as line, jax.set_mesh(run.mesh):
         weights = "loading weights" if config.checkpoint else "making fresh weights"
         line.says(weights if start_from is None else f"restoring step {start_from}")
@@ -80,6 +88,9 @@ def train(
         else:
             state, window = restore(checkpoints, start_from, abstract, where, lambda s: _sorted(run.agent, s))
         step = start_from or 0
+        memory.mark("loaded", **components(state))
+        if debug:
+            _print_tree(state, run, console)
 
         # Whatever could be refused has been, on every host: only now an old run goes, or its settings.
         meet("everything is loaded")
@@ -105,6 +116,8 @@ def train(
                 window = add_windows(window, measured)
                 step += len(taken)
                 line.stepped(step, state)
+                if len(memory.moments) == 2:
+                    memory.mark("first update", **components(state), batch=taken)
                 if step % config.log_every == 0 or step == config.steps:
                     log.log(step, window, line.rates(log.latest))
                     window = {}
@@ -112,6 +125,7 @@ def train(
                     with line.aside("auditing the critic", state):
                         log.log(step, {}, found := audit.look(state))
                         audit.warn(found, console)
+                        memory.mark(f"audit at {step}", **components(state))
                 if step % config.save_every == 0 or step == config.steps:
                     saver.save(step, _sorted(run.agent, state), window, log.flush)
             batches.close()
@@ -119,6 +133,9 @@ def train(
                 line.says(f"saving step {step}")
                 saver.save(step, _sorted(run.agent, state), window, log.flush)
             saver.wait()
+            memory.mark("end", **components(state))
+    if debug:
+        console.print(memory.report())
     if stop.heard:
         kept = "saved. Go on with --resume." if step else "there is nothing to save yet."
         console.print(f"Stopped on request at step {step}; {kept}", highlight=False)
@@ -183,6 +200,16 @@ def _check_shapes(run: Run, dispatch: Dispatch, abstract: object, console: Conso
     )
     jax.eval_shape(dispatch, abstract, batches, jnp.int32(0))
     console.print("Dry run: data, weights and shapes agree. Nothing was trained or written.", highlight=False)
+
+
+def _print_tree(state: object, run: Run, console: Console) -> None:
+    for report in tree_report(state):
+        console.print(str(report), markup=False, highlight=False)
+    policy = state.policy if isinstance(state, AcrlpdState) else state
+    assert isinstance(policy, FlowBCState)
+    problems = [*state_problems(state, run.mesh), *optimizer_problems(policy.trained, policy.optimizer)]
+    for problem in problems or ["nothing is wrong with the state"]:
+        console.print(f"debug: {problem}", markup=False, highlight=False)
 
 
 # --- The folder -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,7 @@ class RsqrtSchedule:
 
 
 Schedule = CosineSchedule | RsqrtSchedule
+Moments = Literal["float32", "bfloat16", "factored"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +73,13 @@ class AdamWConfig:
     weight_decay: float = 1e-10
     clip_norm: float = 1.0
     """Gradients longer than this are scaled down to it; .inf never clips."""
+    moments: Moments = "float32"
+    """`bfloat16`: the first one in half the memory. `factored`: Adafactor's, sums over rows and columns in place of the
+    second one and no first one, next to no memory; b1, b2 and eps then mean nothing."""
 
     def __post_init__(self) -> None:
+        if self.moments not in get_args(Moments):
+            raise UserError(f"moments is {self.moments!r}; it is one of {', '.join(get_args(Moments))}.")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; a moving average needs 0 ≤ {name} < 1 (try 0.9).")
@@ -105,7 +112,22 @@ def make_schedule(config: Schedule) -> optax.Schedule:
 
 def make_optimizer(config: AdamWConfig) -> optax.GradientTransformation:
     """Clip, then AdamW. The state has the structure of OpenPI's (its train_state/ on disk)."""
-    adamw = optax.adamw(
-        make_schedule(config.schedule), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
-    )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    rate = make_schedule(config.schedule)
+    if config.moments == "factored":
+        # As optax.adafactor, but a rate means what it means to AdamW: it is not multiplied by the size of the weights.
+        descent = optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.add_decayed_weights(config.weight_decay),
+            optax.scale_by_learning_rate(rate),
+        )
+    else:
+        descent = optax.adamw(
+            rate,
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mu_dtype=jnp.bfloat16 if config.moments == "bfloat16" else None,
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), descent)

@@ -79,12 +79,7 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
     robot = find_robot(config.robot)
     tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
     check_vocab(tokenizer, config.model.vocab_size)
-    if config.batch_size % (parts := jax.device_count() * config.gradient_accumulation):
-        times = f" in {config.gradient_accumulation} parts each" if config.gradient_accumulation > 1 else ""
-        raise UserError(
-            f"batch_size is {config.batch_size}, which {jax.device_count()} devices{times} cannot share; "
-            f"use a multiple of {parts}."
-        )
+    check_batch(config)
     mesh = make_mesh(config.fsdp_devices)
     check_trackers(config.trackers)
     data = [_label(config, name) for name in _datasets(config)]
@@ -152,13 +147,23 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
     )
 
 
+def check_batch(config: RLTrainConfig) -> None:
+    """Refuse a batch that the devices cannot share evenly."""
+    if config.batch_size % (parts := jax.device_count() * config.gradient_accumulation):
+        times = f" in {config.gradient_accumulation} parts each" if config.gradient_accumulation > 1 else ""
+        raise UserError(
+            f"batch_size is {config.batch_size}, which {jax.device_count()} devices{times} cannot share; "
+            f"use a multiple of {parts}."
+        )
+
+
 def make_agent(config: RLTrainConfig) -> Agent:
     """The algorithm with its optimisers."""
     policy = make_optimizer(config.policy_optimizer)
     algorithm = config.algorithm
     if not isinstance(algorithm, AcrlpdConfig):
         parts = config.gradient_accumulation
-        return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation, parts)
+        return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation, parts, algorithm.ema_dtype)
     critic, temperature = (make_optimizer(o) for o in (config.critic_optimizer, config.temperature_optimizer))
     return Acrlpd(config.model, algorithm, policy, critic, temperature, config.gradient_accumulation)
 

@@ -4,8 +4,9 @@ Rows of a batch are spread over all devices. Weights, their average, moments, cr
 `fsdp` and repeated over the axis `batch`; XLA gathers a layer's weights when it comes to that layer.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ Struct = jax.ShapeDtypeStruct
 BATCH, FSDP = "batch", "fsdp"
 SMALL = 4 * 2**20
 """Bytes below which an array is not worth splitting, as in OpenPI."""
+STATE_DTYPES = ("float32", "bfloat16", "int32", "uint32")
 
 
 def make_mesh(fsdp: int | None = None) -> Mesh:
@@ -84,3 +86,98 @@ def place(read: Callable[[tuple[slice, ...]], np.ndarray], struct: Struct, shard
         return parts[str(index)]
 
     return jax.make_array_from_callback(struct.shape, sharding, part)
+
+
+# --- Looking at what there is -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """An array of a tree."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    split: str
+    """How it lies on the devices."""
+    bytes: int
+    """Of the whole …"""
+    bytes_on_device: int
+    """… and of the part one device holds."""
+
+    def __str__(self) -> str:
+        size = f"{self.bytes_on_device / 1e6:.3f} of {self.bytes / 1e6:.3f} MB"
+        return f"{self.path}  {self.dtype}{list(self.shape)}  {self.split}  {size}"
+
+
+def tree_report(tree: object) -> list[LeafReport]:
+    """Every array of a tree, the largest part on a device first."""
+    reports = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = getattr(leaf, "sharding", None)
+        spec = getattr(sharding, "spec", None)
+        held = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        reports.append(
+            LeafReport(
+                path=jax.tree_util.keystr(path, simple=True, separator="/"),
+                shape=tuple(leaf.shape),
+                dtype=str(leaf.dtype),
+                split="whole" if not spec else f"split {tuple(spec)}",
+                bytes=leaf_bytes(leaf),
+                bytes_on_device=math.prod(held) * np.dtype(leaf.dtype).itemsize,
+            )
+        )
+    return sorted(reports, key=lambda report: -report.bytes_on_device)
+
+
+def tree_differences(one: object, other: object) -> list[str]:
+    """Where two trees differ: in what is there, in shape, dtype, or how it is split. Values are not compared."""
+    ours, theirs = ({report.path: report for report in tree_report(tree)} for tree in (one, other))
+    lines = []
+    for path in dict.fromkeys([*ours, *theirs]):
+        if path not in ours or path not in theirs:
+            lines.append(f"{path} is only in the {'second' if path not in ours else 'first'}")
+            continue
+        for name in ("shape", "dtype", "split"):
+            before, after = getattr(ours[path], name), getattr(theirs[path], name)
+            if before != after:
+                lines.append(f"{path}: {name} {before} and {after}")
+    return lines
+
+
+def state_problems(state: object, mesh: Mesh, dtypes: tuple[str, ...] = STATE_DTYPES) -> list[str]:
+    """Arrays of a dtype no state should have, and those the rule would split that lie whole on each device."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if str(leaf.dtype) not in dtypes:
+            lines.append(f"{name} is {leaf.dtype}; a state is of {', '.join(dtypes)}")
+        wanted = leaf_sharding(leaf, mesh)
+        if leaf.sharding.shard_shape(leaf.shape) != wanted.shard_shape(leaf.shape):
+            lines.append(f"{name} lies as {leaf.sharding.shard_shape(leaf.shape)} on a device, not {wanted.spec}")
+    return lines
+
+
+def optimizer_problems(params: Mapping[str, Any], optimizer: object) -> list[str]:
+    """Moments that do not belong to the parameters: of a name they do not have, or of another shape."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer):
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        if "/" not in name and name not in params:
+            continue  # a count
+        if name not in params:
+            lines.append(f"the optimiser has a moment of {name}, which is no parameter that trains")
+        # Factored moments have an axis less, or are a single number that stands for none.
+        elif leaf.shape != params[name].shape and leaf.ndim >= params[name].ndim and leaf.size > 1:
+            lines.append(f"the optimiser's moment of {name} is {leaf.shape}, the parameter {params[name].shape}")
+    return lines
+
+
+def device_bytes(tree: object) -> int:
+    """What the arrays of a tree take on the fullest device of this host."""
+    held: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for device in leaf.sharding.addressable_devices:
+            held[device] = held.get(device, 0) + size
+    return max(held.values(), default=0)

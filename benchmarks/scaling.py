@@ -1,0 +1,121 @@
+"""What splitting a run costs, and what a full-size one would take of each device.
+
+    python benchmarks/scaling.py [--devices 8] [--steps 5] [--skip-full]
+
+One ACRLPD update of a small π₀ in full-size proportions, in CPU seconds over all threads: on one device; on as many
+virtual ones, its state split over all of them, and not at all; and on one device with gradients
+accumulated over four parts. All in turn, so that the ratios mean something on a shared machine; virtual devices share
+its cores and exchange through its memory, so they tell what splitting adds in work and not what a network adds in time.
+
+Then rl_fold_box, full size: lowered and compiled for eight devices without allocating it, and what XLA's own memory
+analysis says. About a minute and 2 GB; all of it some five minutes.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--devices", type=int, default=8)
+parser.add_argument("--steps", type=int, default=3, help="of each kind; the median counts")
+parser.add_argument("--skip-full", action="store_true", help="leave out the full-size compilation")
+args = parser.parse_args()
+
+# Before JAX wakes up. The second as in `pistar plan`: without it, copies of all weights are counted that no GPU makes.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices} "
+    "--xla_disable_hlo_passes=while-loop-invariant-code-motion"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
+
+from pistar.presets import get_config  # noqa: E402
+from pistar.training import sharding  # noqa: E402
+from pistar.training.plan import make_plan  # noqa: E402
+from pistar.training.sharding import device_bytes, everywhere, make_mesh, over_rows, state_sharding  # noqa: E402
+from train_step import acrlpd, random_batch, windows  # noqa: E402
+
+from prefix_sharing import BENCH  # noqa: E402
+
+
+def one_device() -> Mesh:
+    """A mesh of a single one, of those there are."""
+    axes = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((1, 1), (sharding.BATCH, sharding.FSDP), devices=jax.devices()[:1], axis_types=axes)
+
+
+class Kind:
+    """A compiled update on a mesh, which goes on from where it was."""
+
+    def __init__(self, mesh: Mesh, accumulation: int = 1) -> None:
+        agent = dataclasses.replace(acrlpd(BENCH, 64), accumulation=accumulation)
+        batch = jax.device_get(windows(random_batch(BENCH, args.devices)))
+        self.mesh, self.batch = mesh, jax.device_put(batch, over_rows(mesh))
+        where = state_sharding(jax.eval_shape(agent.init, jax.random.key(0)), mesh)
+        self.state = jax.jit(agent.init, out_shardings=where)(jax.random.key(0))
+        self.update = jax.jit(agent.update, donate_argnums=0, out_shardings=(where, everywhere(mesh)))
+        self.held = device_bytes(self.state)
+        self.times: list[float] = []
+        self.step()
+        self.times.clear()  # the first one compiles
+
+    def step(self) -> None:
+        """One update, timed."""
+        start = time.process_time()
+        with jax.set_mesh(self.mesh):
+            made: Any = self.update(self.state, self.batch, jax.random.key(0))
+        self.state = jax.block_until_ready(made)[0]  # type: ignore[no-untyped-call]
+        self.times.append(time.process_time() - start)
+
+
+def main() -> None:
+    """Time all kinds in turn; then plan at full size."""
+    sharding.SMALL = 4096  # or nothing of so small a model would be split
+    kinds = {
+        "one device": Kind(one_device()),
+        f"split over {args.devices}": Kind(make_mesh(args.devices)),
+        "whole on each": Kind(make_mesh(1)),
+        "one device, in 4 parts": Kind(one_device(), accumulation=4),
+    }
+    for _ in range(args.steps):
+        for kind in kinds.values():
+            kind.step()
+    seconds = {name: statistics.median(kind.times) for name, kind in kinds.items()}
+    base = seconds["one device"]
+    print(f"ACRLPD update of a batch of {args.devices}, CPU seconds, median of {args.steps} in turn")
+    for name, kind in kinds.items():
+        print(f"  {name:28} {seconds[name]:8.3f}  × {seconds[name] / base:5.2f}   {kind.held / 1e6:8.2f} MB of state")
+    whole, split, copies, parts = seconds.values()
+    held = [kind.held for kind in kinds.values()]
+    result: dict[str, object] = {
+        "benchmark": "scaling",
+        "devices": args.devices,
+        "split_over_one": round(split / whole, 3),
+        "copies_over_one": round(copies / whole, 3),
+        "accumulated_over_one": round(parts / whole, 3),
+        "state_bytes_split_over_whole": round(held[1] / held[0], 4),
+    }
+    if not args.skip_full:
+        sharding.SMALL = 4 * 2**20
+        start = time.perf_counter()
+        config = dataclasses.replace(get_config("rl_fold_box"), batch_size=16 * args.devices)
+        plan = make_plan(config, make_mesh())
+        taken = time.perf_counter() - start
+        print(
+            f"rl_fold_box at full size on {args.devices} devices, 16 rows each, compiled in {taken:.0f} s; GB on each:"
+        )
+        for name, size in plan.parts.items():
+            print(f"  {name:28} {size / 1e9:8.3f}")
+        print(f"  {'together':28} {plan.total / 1e9:8.3f}")
+        result |= {"full_seconds": round(taken, 1), "full_gb_per_device": round(plan.total / 1e9, 2)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

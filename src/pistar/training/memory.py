@@ -1,0 +1,70 @@
+"""How much memory a run really takes: named moments, what the host and the devices held at each, and of what."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from rich.table import Table
+
+from pistar.training.sharding import device_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What was held at a named moment, in bytes."""
+
+    name: str
+    host: int
+    """Resident memory of this process."""
+    host_peak: int
+    """The most it has been so far."""
+    arrays: int
+    """Live JAX arrays, on the fullest device of this host."""
+    device: int | None
+    """In use on that device, as its driver counts; None where the backend does not tell."""
+    device_peak: int | None
+    components: dict[str, int]
+    """Bytes on that device, by component."""
+
+
+class MemoryMonitor:
+    """Looks when it is told to."""
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+
+    def mark(self, name: str, **components: object) -> Moment:
+        """Look now. `components` are trees of arrays, each counted by itself."""
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        host, peak = resident_bytes()
+        moment = Moment(
+            name=name,
+            host=host,
+            host_peak=peak,
+            arrays=device_bytes(jax.live_arrays()),  # type: ignore[no-untyped-call]
+            device=max((s["bytes_in_use"] for s in stats if "bytes_in_use" in s), default=None),
+            device_peak=max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None),
+            components={part: device_bytes(tree) for part, tree in components.items()},
+        )
+        self.moments.append(moment)
+        return moment
+
+    def report(self) -> Table:
+        """A row for each moment, in megabytes."""
+        parts = list(dict.fromkeys(part for moment in self.moments for part in moment.components))
+        table = Table("MB at", "host", "host peak", "arrays", "device", "device peak", *parts, title="memory")
+        for moment in self.moments:
+            numbers = (moment.host, moment.host_peak, moment.arrays, moment.device, moment.device_peak)
+            counted = (moment.components.get(part) for part in parts)
+            table.add_row(moment.name, *("" if n is None else f"{n / 1e6:.1f}" for n in (*numbers, *counted)))
+        return table
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Of this process: now, and the most it has been. Zeros where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:  # no Linux
+        return 0, 0
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    return tuple(1024 * int(lines[name].split()[0]) for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]

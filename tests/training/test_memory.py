@@ -1,0 +1,28 @@
+"""What is held at named moments."""
+
+import io
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from pistar.training.memory import MemoryMonitor, resident_bytes
+
+
+def test_moments_count_what_is_alive_and_of_what() -> None:
+    monitor = MemoryMonitor()
+    before = monitor.mark("before")
+    held = {"weights": jnp.ones((1024, 1024)), "step": jnp.int32(3)}
+    after = monitor.mark("after", state=held, batch=[])
+    assert after.components == {"state": 4 * 1024 * 1024 + 4, "batch": 0}
+    assert after.arrays - before.arrays >= 4 * 1024 * 1024
+    assert after.host_peak >= after.host > 0
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(monitor.report())
+    text = console.export_text()
+    assert "before" in text
+    assert "4.2" in text, "megabytes of the state"
+
+
+def test_the_peak_is_no_less_than_what_is_resident() -> None:
+    now, peak = resident_bytes()
+    assert peak >= now > 10e6
