@@ -248,7 +248,7 @@ def plan(args: Sequence[str]) -> None:
                 with_lora,
                 say=lambda words: status.update(f"it does not fit; {words} …"),
             )
-    plans = {"as it is": first} | ({} if remedy is None else {"with these options": remedy.plan})
+    plans = {"as it is": first} | ({} if remedy is None else {" ".join(remedy.options): remedy.plan})
 
     console = Console(soft_wrap=True, highlight=False)
     devices = counted(options.devices, "device")

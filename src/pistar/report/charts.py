@@ -43,14 +43,14 @@ def _svg(width: int, height: int, title: str, drawn: Iterable[str]) -> str:
 def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: str, limit: float | None = None) -> str:
     """A bar per name, of parts end to end on one scale, with a legend; `limit` is a line across all of them."""
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colours = {name: (*COLOURS, "#882255")[i % (len(COLOURS) + 1)] for i, name in enumerate(names)}
     totals = {bar: sum(parts.values()) for bar, parts in bars.items()}
     scale = _BAR_WIDTH / (max(*totals.values(), limit or 0.0) * 1.05 or 1.0)
-    width, legend = _BAR_WIDTH + 2 * _GAP, 56 + 62 * len(bars)
+    width, legend = _BAR_WIDTH + 2 * _GAP, 66 + 76 * len(bars)
     height = legend + 18 * math.ceil(len(names) / 2) + _GAP
     drawn = []
     for row, (bar, parts) in enumerate(bars.items()):
-        x, y = float(_GAP), 76 + 62 * row
+        x, y = float(_GAP), 76 + 76 * row
         drawn.append(f'<text x="{_GAP}" y="{y - 6}">{escape(bar)}: {totals[bar]:.4g} {escape(unit)}</text>')
         for name, value in parts.items():
             drawn.append(
@@ -63,7 +63,7 @@ def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: s
             drawn.append(
                 f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y - 4}" y2="{y + 30}" stroke="#c00" stroke-width="2"/>'
             )
-            drawn.append(f'<text x="{at:.1f}" y="{y - 6}" text-anchor="end" fill="#c00">{limit:.4g}</text>')
+            drawn.append(f'<text x="{at:.1f}" y="{y + 42}" text-anchor="middle" fill="#c00">{limit:.4g}</text>')
     for i, name in enumerate(names):
         x, y = _GAP + (i % 2) * _BAR_WIDTH / 2, legend + 18 * (i // 2)
         drawn.append(f'<rect x="{x}" y="{y}" width="11" height="11" fill="{colours[name]}"/>')
