@@ -1,6 +1,6 @@
 """What splitting a run costs, and what a full-size one would take of each device.
 
-    python benchmarks/scaling.py [--devices 8] [--steps 5] [--skip-full]
+    python benchmarks/scaling.py [--devices 8] [--steps 3] [--skip-full]
 
 One ACRLPD update of a small π₀ in full-size proportions, in CPU seconds over all threads: on one device; on as many
 virtual ones, its state split over all of them, and not at all; and on one device with gradients

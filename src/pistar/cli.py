@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib.metadata
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -224,11 +225,17 @@ def plan(args: Sequence[str]) -> None:
     # Processors multiply in float32, and XLA would keep a copy of all bfloat16 weights for it, where a GPU needs none.
     flags = (f"{VIRTUAL_DEVICES}={options.devices}", "--xla_disable_hlo_passes=while-loop-invariant-code-motion")
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags))
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    if jax.device_count() != options.devices:
+        raise UserError(
+            f"--devices is {options.devices}, but JAX made {jax.device_count()}; unset XLA_FLAGS, and try again."
+        )
     from pistar.presets import with_lora
     from pistar.report.charts import stacked_bars
     from pistar.training.offline import use_compilation_cache
-    from pistar.training.plan import find_remedy, make_plan
+    from pistar.training.plan import HEADROOM, find_remedy, make_plan
     from pistar.training.run import check_batch
     from pistar.training.sharding import make_mesh
 
@@ -269,19 +276,35 @@ def plan(args: Sequence[str]) -> None:
     console.print(table, flops)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     bars = {name: {part: size / 1e9 for part, size in p.parts.items()} for name, p in plans.items()}
-    title = f"{options.preset} on {devices} of {options.device_memory:g} GB"
-    options.out.write_text(stacked_bars(bars, title=title, unit="GB", limit=options.device_memory), encoding="utf-8")
+    title = f"{options.preset} on {devices} of {options.device_memory:g} GB, {1 - HEADROOM:.0%} of it left free"
+    limit = HEADROOM * options.device_memory
+    options.out.write_text(stacked_bars(bars, title=title, unit="GB", limit=limit), encoding="utf-8")
     console.print(f"Wrote {options.out}", markup=False)
     if first.fits(memory):
         console.print(f"It fits into {options.device_memory:g} GB.")
     elif remedy is not None:
         console.print(f"It does not fit into {options.device_memory:g} GB. This does:", highlight=False)
-        console.print(f"  pistar train {options.preset} {' '.join(remedy.options)}", markup=False)
+        console.print(
+            f"  pistar train {shlex.join(_without(args, '--devices', '--device-memory', '--out'))} "
+            f"{' '.join(remedy.options)}",
+            markup=False,
+        )
     else:
         raise UserError(
             f"{options.preset} does not fit into {devices} of {options.device_memory:g} GB, not even with adapters and "
             "a row at a time; take more devices, or larger ones."
         )
+
+
+def _without(args: Sequence[str], *options: str) -> list[str]:
+    """Arguments less these options and their values."""
+    kept, skip = [], False
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        if not skip and name not in options:
+            kept.append(arg)
+        skip = not skip and name in options and not equals
+    return kept
 
 
 def data_stats(

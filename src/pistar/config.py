@@ -136,6 +136,10 @@ class Pi0Config:
             )
         if self.expert.width % 2:
             raise UserError(f"expert.width is {self.expert.width}; the time embedding needs an even width.")
+        if unknown := set(self.freeze) - set(get_args(Freezable)):
+            raise UserError(
+                f"freeze names {', '.join(unknown)}; what can be frozen is {', '.join(get_args(Freezable))}."
+            )
         if not self.cameras:
             raise UserError("cameras is empty; π₀ needs at least one camera name.")
 

@@ -508,7 +508,9 @@ def acrlpd() -> Acrlpd:
 
 
 def run_of(agent: Acrlpd | FlowBC, sources: tuple[ChunkSource, ...], audit_every: int = 1) -> Run:
-    config = mock.Mock(spec=RLTrainConfig, audit_every=audit_every, audit_frames=20, batch_size=8, seed=0)
+    config = mock.Mock(
+        spec=RLTrainConfig, audit_every=audit_every, audit_frames=20, batch_size=16, gradient_accumulation=2, seed=0
+    )
     return mock.Mock(spec=Run, config=config, agent=agent, held_out=sources, mesh=make_mesh())
 
 

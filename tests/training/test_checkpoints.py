@@ -336,9 +336,13 @@ def test_bfloat16_stays_bfloat16(write: Callable[..., Path], openpi_goldens: Pat
     assert_bit_equal(read_params(write(params=params)), params)
 
 
-def test_raw_weights_in_the_train_state_are_found(write: Callable[..., Path]) -> None:
-    path = write(train_state={"params": {"kernel": {"value": jnp.ones(3)}}, "step": jnp.asarray(7)})
-    assert_bit_equal(read_params(path, "raw"), {"kernel": np.ones(3, np.float32)})
+def test_raw_weights_in_the_train_state_are_found_and_the_others_where_they_are_served(
+    write: Callable[..., Path], openpi_goldens: Path
+) -> None:
+    raw = {"params": {"state_proj": {"bias": {"value": jnp.ones(3)}}}, "step": jnp.asarray(7)}
+    path = write(train_state=raw)
+    served = golden_params(openpi_goldens, "pi0_tiny")
+    assert_bit_equal(read_params(path, "raw"), served | {"state_proj/bias": np.ones(3, np.float32)})
 
 
 def test_an_existing_step_is_not_replaced_unasked(write: Callable[..., Path], openpi_goldens: Path) -> None:

@@ -76,7 +76,7 @@ def test_two_hosts_train_what_one_trains_and_one_goes_on_where_a_dead_host_left_
     said = processes[0].communicate(timeout=120)[1]
     assert processes[0].returncode != 0
     assert time.monotonic() - killed < 60, "the other host waited too long for the dead one"
-    assert "nother host was lost" in said, said
+    assert "another host was lost" in said, said
     assert "go on with --resume" in said
     steps, other = saved_steps(checkpoints), processes[1].communicate()[1]
     assert steps, f"they ended before one was killed: {said} {other}"
@@ -101,6 +101,21 @@ def test_an_address_where_nobody_is_names_itself_and_a_remedy() -> None:
     port = free_port()
     with pytest.raises(UserError, match=f"127.0.0.1:{port} could not be reached within 1 s .* check that host 0 runs"):
         join_hosts(f"127.0.0.1:{port}", 2, 1, timeout=1)
+
+
+def test_a_host_that_nobody_comes_to_says_so() -> None:
+    """JAX ends such a process from within."""
+    port = free_port()
+    program = f"from pistar.training.hosts import join_hosts; join_hosts('127.0.0.1:{port}', 2, 0, timeout=2)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0
+    assert f"error: the hosts did not meet within 2 s at 127.0.0.1:{port}; check that all of them run" in done.stderr
+
+
+def test_two_hosts_rehearse_together(tmp_path: Path) -> None:
+    said = finish(start(tmp_path, 2, "--dry-run", imitate=True))
+    assert "data, weights and shapes agree" in said[0]
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_address_without_a_port_is_refused() -> None:

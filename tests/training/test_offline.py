@@ -224,7 +224,7 @@ def test_a_run_starts_from_a_checkpoint_with_its_own_statistics(finished: Path, 
     assert "assets/pistar of" in said
     assert "policy/trained/PaliGemma/llm/embedder/input_embedding  float32[" in said
     assert "debug: nothing is wrong with the state" in said
-    for words in ("MB at", "loaded", "first update", "weights that train", "target critic"):
+    for words in ("memory in MB, loaded: host", "memory in MB, first update", "weights that train", "target critic"):
         assert words in said, words
     end = config.folder / "checkpoints" / "3"
     before, after = (folder / "assets" / "pistar" / "norm_stats.json" for folder in (start, end))

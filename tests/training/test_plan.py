@@ -74,12 +74,11 @@ from pathlib import Path
 import jax
 from pistar.training.memory import resident_bytes
 from pistar.training.plan import abstract_batch, abstract_state, scratch_bytes
-from pistar.training.config import BcConfig
 from pistar.training.run import make_agent
 from pistar.training.sharding import make_mesh
 from small_run import small_run
 
-config = small_run(Path("runs"), Path("cache"), batch_size=2048, algorithm=BcConfig(ema_decay=None, augmentation=False))
+config = small_run(Path("runs"), Path("cache"), batch_size=2048)
 agent = make_agent(config)
 state = jax.jit(agent.init)(jax.random.key(0))
 batch = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), abstract_batch(config, config.batch_size))
@@ -119,6 +118,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> list[RLTrainConfig]:
         return 2 * GB * (config.batch_size // config.gradient_accumulation // mesh.size) + gradients
 
     monkeypatch.setattr(planning, "scratch_bytes", scratch)
+    monkeypatch.setattr(planning, "audit_bytes", lambda *_: 0)
     monkeypatch.setattr(planning, "flops_by_part", lambda _: {})
     return asked
 
@@ -138,6 +138,7 @@ def remedy_for(memory: float, **changes: object) -> tuple[tuple[str, ...], Plan]
         (80, ("--gradient-accumulation 32",)),
         # The smaller average gives back 6.5.
         (72, ("--algorithm.ema-dtype bfloat16", "--gradient-accumulation 64")),
+        (62, ("--algorithm.ema-dtype bfloat16", "--policy-optimizer.moments bfloat16", "--gradient-accumulation 64")),
         (42, ("--algorithm.ema-dtype bfloat16", "--policy-optimizer.moments factored", "--gradient-accumulation 64")),
         (24, ("--lora", "--gradient-accumulation 32")),
     ],
@@ -161,13 +162,18 @@ def test_named_options_are_ones_that_train_takes(monkeypatch: pytest.MonkeyPatch
     """Every lever of the ladder, as the command reads it, gives the config that was planned."""
     asked: list[RLTrainConfig] = []
     monkeypatch.setattr("pistar.training.offline.train", lambda config, *_, **__: asked.append(config))
-    start = dataclasses.replace(get_config("rl_fold_box"), fsdp_devices=4)
+    preset = get_config("rl_fold_box")
+    start = dataclasses.replace(
+        preset, fsdp_devices=4, model=dataclasses.replace(preset.model, remat="dots", freeze=("vlm",))
+    )
+    given = ["--fsdp-devices", "4", "--model.remat", "dots", "--model.freeze", "vlm"]
+    assert len(planning.ladder(start, with_lora)) == 9
     for levers in planning.ladder(start, with_lora):
         pulled = start
         for lever in levers:
             pulled = lever.pull(pulled)
         options = [word for lever in levers for word in lever.option.split()]
-        cli.main(["train", "rl_fold_box", "--fsdp-devices", "4", *options])
+        cli.main(["train", "rl_fold_box", *given, *options])
         assert asked.pop() == pulled
 
 
@@ -186,7 +192,10 @@ def test_the_command_tells_and_draws_for_devices_that_are_not_there(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("fits", "words"),
-    [(24.0, "pistar train debug --lora --gradient-accumulation 4"), (0.0, "does not fit into 1 device of 24 GB")],
+    [
+        (24.0, "pistar train debug --batch-size 16 --seed=3 --lora --gradient-accumulation 4"),
+        (0.0, "does not fit into 1 device of 24 GB"),
+    ],
 )
 def test_the_command_says_what_would_help(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], fits: float, words: str
@@ -198,7 +207,8 @@ def test_the_command_says_what_would_help(
     monkeypatch.setattr(planning, "make_plan", lambda *_: large)
     remedy = planning.Remedy(("--lora", "--gradient-accumulation 4"), get_config("debug"), small) if fits else None
     monkeypatch.setattr(planning, "find_remedy", lambda *_, **__: remedy)
-    command = ["plan", "debug", "--device-memory", "24", "--out", str(tmp_path / "plan.svg")]
+    own = ["--device-memory", "24", "--batch-size", "16", f"--out={tmp_path / 'plan.svg'}", "--seed=3"]
+    command = ["plan", "debug", *own]
     if fits:
         cli.main(command)
         assert words in capsys.readouterr().out

@@ -244,7 +244,7 @@ def is_frozen(config: Pi0Config, name: str) -> bool:
     if "vision" in config.freeze and name.startswith("PaliGemma/img/"):
         return True
     if "vlm" in config.freeze and frozen and not expert_weight:
-        return True
+        return "lora" not in name
     if config.vlm.lora is None:
         frozen = config.expert.lora is not None and expert_weight
     elif config.expert.lora is None:

@@ -3,13 +3,13 @@
 The frames are chosen once, and so are the keys: two looks at one state give the same numbers to the bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from rich.console import Console
 
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
@@ -19,7 +19,7 @@ from pistar.errors import UserError
 from pistar.training.audit_numbers import STREAM, Values, choose_frames, summarise
 from pistar.training.hosts import in_step
 from pistar.training.run import Run
-from pistar.training.sharding import over_rows
+from pistar.training.sharding import everywhere, over_rows
 from pistar.types import AnyArray, Observation, pytree
 
 S = TypeVar("S", contravariant=True)
@@ -61,14 +61,31 @@ class HasCritic(Protocol[S]):
 
 
 @pytree
-class _Shown:
+class Shown:
     """A batch of frames, as they are put to the critic."""
 
+    row: Int[AnyArray, " b"]
+    """Which frame of the audit each is: devices need not keep the order hosts are counted in."""
     observations: Observation
     next_observations: Observation
     actions: Float[AnyArray, "b h a"]
     others: Float[AnyArray, "b h a"]
     valid: Bool[AnyArray, "b h"]
+
+
+def questions(agent: HasCritic[S], candidates: int) -> Callable[[S, Shown, PRNGKeyArray], dict[str, Array]]:
+    """What is asked about a batch of frames, as one program."""
+
+    def ask(state: S, shown: Shown, key: PRNGKeyArray) -> dict[str, Array]:
+        here, there = jax.random.split(key)
+        samples = agent.sample_candidates(state, shown.observations, here, candidates)
+        chunks = jnp.concatenate([jnp.stack([shown.actions, shown.others], axis=1), samples], axis=1)
+        q = agent.q_values(state, shown.observations, chunks, jnp.asarray(shown.valid))
+        ahead = agent.sample_candidates(state, shown.next_observations, there, candidates)
+        best = agent.q_values(state, shown.next_observations, ahead, jnp.ones_like(shown.valid)).max(axis=1)
+        return {"row": jnp.asarray(shown.row), "data": q[:, 0], "shuffled": q[:, 1], "policy": q[:, 2:], "ahead": best}
+
+    return ask
 
 
 class Audit(Generic[S]):
@@ -98,18 +115,9 @@ class Audit(Generic[S]):
         kinds = (self.frames.episode[self.frames.early & (self.frames.success == kind)] for kind in (True, False))
         self._enough_episodes = min(len(np.unique(kind)) for kind in kinds) >= ENOUGH_EPISODES
 
-        def ask(state: S, shown: _Shown, key: PRNGKeyArray) -> dict[str, Array]:
-            here, there = jax.random.split(key)
-            samples = agent.sample_candidates(state, shown.observations, here, candidates)
-            chunks = jnp.concatenate([jnp.stack([shown.actions, shown.others], axis=1), samples], axis=1)
-            q = agent.q_values(state, shown.observations, chunks, jnp.asarray(shown.valid))
-            ahead = agent.sample_candidates(state, shown.next_observations, there, candidates)
-            best = agent.q_values(state, shown.next_observations, ahead, jnp.ones_like(shown.valid)).max(axis=1)
-            return {"data": q[:, 0], "shuffled": q[:, 1], "policy": q[:, 2:], "ahead": best}
-
         # Every host gets all values: each of them counts alike.
-        whole = None if sharding is None else jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
-        self._ask = in_step("the audit", jax.jit(ask, out_shardings=whole))
+        whole = None if sharding is None else everywhere(sharding.mesh)
+        self._ask = in_step("the audit", jax.jit(questions(agent, candidates), out_shardings=whole))
 
     @staticmethod
     def of(run: Run) -> "Audit[AcrlpdState] | None":
@@ -125,11 +133,11 @@ class Audit(Generic[S]):
             candidates=agent.config.candidates,
             seed=config.seed,
             frames=config.audit_frames,
-            batch_size=config.batch_size,
+            batch_size=config.batch_size // config.gradient_accumulation,
             sharding=over_rows(run.mesh),
         )
 
-    def _gather(self, sources: Sequence[ChunkSource], batch_size: int) -> list[_Shown]:
+    def _gather(self, sources: Sequence[ChunkSource], batch_size: int) -> list[Shown]:
         """All frames, this host's rows of them, in batches of one size; the last is filled up with copies."""
         frames, count = self.frames, len(self.frames.start)
         batches = -(-count // batch_size)
@@ -151,7 +159,8 @@ class Audit(Generic[S]):
             ]
             chunks = jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
             shown.append(
-                _Shown(
+                Shown(
+                    row=mine.astype(np.int32),
                     observations=chunks.observations,
                     next_observations=chunks.next_observations,
                     actions=chunks.actions,
@@ -168,8 +177,10 @@ class Audit(Generic[S]):
             # One batch at a time on the devices, beside a state that fills them.
             asked = self._ask(state, to_devices(shown, self._sharding), jax.random.fold_in(self._key, i))
             answers.append(jax.device_get(asked))
-        count = len(self.frames.start)
-        values = Values(**jax.tree.map(lambda *rows: np.concatenate(rows)[:count].astype(np.float64), *answers))
+        told: dict[str, np.ndarray] = jax.tree.map(lambda *rows: np.concatenate(rows).astype(np.float64), *answers)
+        # By frame; the copies that fill up the last batch say what their frame says.
+        count, (_, first) = len(self.frames.start), np.unique(told.pop("row"), return_index=True)
+        values = Values(**{name: answer[first] for name, answer in told.items()})
         answered = np.column_stack([values.data, values.shuffled, values.policy, values.ahead])
         lost = int((~np.isfinite(answered).all(axis=1)).sum())
         if lost:

@@ -93,7 +93,12 @@ class Checkpoint:
 
     def leaves(self, weights: Weights = "serving") -> "list[Leaf]":
         """Every parameter, opened and not read."""
-        return _open_leaves(self.params if weights == "serving" else self.raw_params)
+        served = _open_leaves(self.params)
+        if weights == "serving":
+            return served
+        # Those that never change are kept once, where they are served.
+        raw = {leaf.name: leaf for leaf in _open_leaves(self.raw_params)}
+        return list({**{leaf.name: leaf for leaf in served}, **raw}.values())
 
     def state_leaves(self) -> "list[Leaf]":
         """What a run of ours kept besides parameters, opened and not read."""

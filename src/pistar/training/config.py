@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import yaml
 
@@ -41,6 +41,8 @@ class BcConfig:
     def __post_init__(self) -> None:
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise UserError(f"algorithm.ema_decay is {self.ema_decay}; use 0 to below 1 (0.99), or none.")
+        if self.ema_dtype not in get_args(DType):
+            raise UserError(f"algorithm.ema_dtype is {self.ema_dtype!r}; it is one of {', '.join(get_args(DType))}.")
 
 
 @dataclasses.dataclass(frozen=True)

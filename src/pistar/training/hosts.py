@@ -22,7 +22,11 @@ START_SECONDS = 300
 HEARTBEAT_SECONDS = 30
 """A host that has not been heard of for so long is dead, and the others end too: they could only wait for it."""
 
+MEETING_SECONDS = 2 * 60 * 60
+"""One host may decode a dataset while others wait. One that died is noticed by its heart."""
+
 _meetings = itertools.count()
+_questions = itertools.count()
 
 
 def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, timeout: int = START_SECONDS) -> None:
@@ -38,6 +42,11 @@ def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, tim
         raise UserError(f"--host is {host} of {hosts} hosts; they are numbered 0 to {hosts - 1}.")
     if coordinator is not None and host:
         _knock(coordinator, timeout)
+    last_words = _LastWords()
+    last_words.are(
+        f"the hosts did not meet within {timeout} s at {coordinator or 'the place the launcher names'}; check that all "
+        "of them run, that the address is host 0's own, its port free and no firewall between."
+    )
     try:
         jax.distributed.initialize(
             coordinator,
@@ -55,14 +64,13 @@ def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, tim
                 "HOST:PORT, --hosts and --host."
             ) from error
         raise UserError(
-            f"The hosts did not meet at {coordinator or 'the place the launcher names'} ({reason}); check that all of "
-            "them run and that its port is free."
+            f"The hosts did not meet ({reason}); check that all of them run and the port is free."
         ) from error
     if jax.default_backend() == "cpu":
         # XLA's CPU programs forget, when read back from the cache, that their collectives keep an order; between
         # processes they then take one for another ("20 vs 1 bytes") and die.
         jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
-    _leave_last_words()
+    last_words.are(LOST)
 
 
 def _knock(coordinator: str, timeout: int) -> None:
@@ -85,15 +93,35 @@ def _knock(coordinator: str, timeout: int) -> None:
         return
 
 
-LOST = "another host was lost, and with it this one ended; the last checkpoint is whole: go on with --resume."
+LOST = (
+    "another host was lost, or this process was ended; what the run has saved is whole: see above for the cause, and "
+    "go on with --resume."
+)
 
 
-def _leave_last_words() -> None:
-    """JAX ends a process whose fellows died at once, in a page of C++; a process beside it says what that means."""
-    words = f"import sys; sys.stdin.read() or print('error:', {LOST!r}, file=sys.stderr)"
-    # In a group of its own: what ends this process must not end that one.
-    beside = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, start_new_session=True)
-    atexit.register(beside.communicate, b"an end of its own")
+class _LastWords:
+    """JAX ends a process whose fellows died from within, in a page of C++. A process beside it says what that means."""
+
+    _PROGRAM = """
+import sys
+words = sys.stdin.read().splitlines()
+if words and words[-1]:
+    print("error:", words[-1], file=sys.stderr)
+"""
+
+    def __init__(self) -> None:
+        # In a group of its own: what ends this process must not end that one.
+        self._beside = subprocess.Popen(
+            [sys.executable, "-c", self._PROGRAM], stdin=subprocess.PIPE, start_new_session=True, text=True
+        )
+        atexit.register(self.are, "")
+
+    def are(self, words: str) -> None:
+        """From now on; none, if this process may end as it likes."""
+        assert self._beside.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._beside.stdin.write(f"{words}\n")
+            self._beside.stdin.flush()
 
 
 @contextlib.contextmanager
@@ -103,7 +131,7 @@ def lost_hosts_named() -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         if several() and any(word in str(error) for word in ("Gloo", "NCCL", "Connection", "UNAVAILABLE")):
-            raise UserError(LOST[0].upper() + LOST[1:]) from error
+            raise UserError(LOST) from error
         raise
 
 
@@ -123,7 +151,8 @@ def meet(where: str) -> None:
         import orbax.checkpoint as ocp  # a second to import
 
         # Told apart by number: a barrier's name serves once, and two saves of one step are possible.
-        ocp.multihost.sync_global_processes(f"{next(_meetings)}: {where}", processes=set(range(jax.process_count())))
+        processes = set(range(jax.process_count()))
+        ocp.multihost.sync_global_processes(f"{next(_meetings)}: {where}", processes=processes, timeout=MEETING_SECONDS)
 
 
 def in_step(name: str, program: Any) -> Callable[..., Any]:  # noqa: ANN401  # what jax.jit gives
@@ -146,9 +175,12 @@ def in_step(name: str, program: Any) -> Callable[..., Any]:  # noqa: ANN401  # w
     return call
 
 
-def preempted(step: int) -> bool:
-    """Whether a SIGTERM of any host has reached all of them, at a step that is the same for all."""
-    return several() and bool(multihost_utils.reached_preemption_sync_point(step))
+def preempted() -> bool:
+    """Whether a SIGTERM of any host has reached all of them. Asked by all equally often.
+
+    By the count of these questions, because JAX names one of them, the next, and a step may be skipped.
+    """
+    return several() and bool(multihost_utils.reached_preemption_sync_point(next(_questions)))
 
 
 def part() -> None:

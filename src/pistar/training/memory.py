@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-from rich.table import Table
 
 from pistar.training.sharding import device_bytes
 
@@ -49,15 +48,21 @@ class MemoryMonitor:
         self.moments.append(moment)
         return moment
 
-    def report(self) -> Table:
-        """A row for each moment, in megabytes."""
-        parts = list(dict.fromkeys(part for moment in self.moments for part in moment.components))
-        table = Table("MB at", "host", "host peak", "arrays", "device", "device peak", *parts, title="memory")
+    def report(self) -> list[str]:
+        """A line for each moment, in megabytes."""
+        lines = []
         for moment in self.moments:
-            numbers = (moment.host, moment.host_peak, moment.arrays, moment.device, moment.device_peak)
-            counted = (moment.components.get(part) for part in parts)
-            table.add_row(moment.name, *("" if n is None else f"{n / 1e6:.1f}" for n in (*numbers, *counted)))
-        return table
+            device = (
+                "" if moment.device is None else f", device {_mb(moment.device)} (peak {_mb(moment.device_peak or 0)})"
+            )
+            held = f"host {_mb(moment.host)} (peak {_mb(moment.host_peak)}), arrays {_mb(moment.arrays)}{device}"
+            parts = ", ".join(f"{name} {_mb(size)}" for name, size in moment.components.items())
+            lines.append(f"memory in MB, {moment.name}: {held}{': ' if parts else ''}{parts}")
+        return lines
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f}"
 
 
 def resident_bytes() -> tuple[int, int]:

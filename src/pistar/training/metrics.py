@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pistar.errors import UserError
-from pistar.training.hosts import is_leader
+from pistar.training.hosts import is_leader, several
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -66,6 +66,7 @@ class MetricsLog:
 
         Of several hosts one writes; the others look at the numbers all the same, and stop where it stops.
         """
+        self._told = folder / METRICS_FILE
         self._path, self._sinks = folder / METRICS_FILE if is_leader() else Path(os.devnull), sinks
         if is_leader():
             lines = [line for line in read_metrics(self._path) if line["step"] <= after]
@@ -82,7 +83,8 @@ class MetricsLog:
 
     def log(self, step: int, window: Window, extra: Mapping[str, float] | None = None) -> None:
         """The means of a window, and numbers of the host's own."""
-        self._raise()
+        if not several():  # of several hosts all stop where they flush, lest one wait for another that stopped
+            self._raise()
         self._queue.put((step, window, extra or {}))
 
     def flush(self) -> None:
@@ -130,7 +132,7 @@ class MetricsLog:
         for name in ALWAYS_MEASURED:
             if not math.isfinite(values.get(name, 0.0)):
                 raise UserError(
-                    f"{name} is {values[name]} by step {step}: the run has diverged; look at {self._path}, lower the "
+                    f"{name} is {values[name]} by step {step}: the run has diverged; look at {self._told}, lower the "
                     "learning rate or mend the data, and resume from an earlier checkpoint."
                 )
 

@@ -43,7 +43,7 @@ from pistar.training.plan import components
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare
 from pistar.training.saving import Parts, Saver, restore, saved_steps, sort_leaves
-from pistar.training.sharding import optimizer_problems, state_problems, state_sharding, tree_report
+from pistar.training.sharding import dtype_problems, optimizer_problems, state_problems, state_sharding, tree_report
 
 CONFIG_FILE = "config.yaml"
 
@@ -70,10 +70,11 @@ def train(
     describe(run, console)
     abstract = jax.eval_shape(lambda params: _first_state(run, params), param_shapes(config.model))
     where = state_sharding(abstract, run.mesh)
-    dispatch = make_dispatch(run, where)
     if dry_run:
-        _check_shapes(run, dispatch, abstract, console)
+        _check_shapes(run, abstract, console)
         return None
+    # The state given is used up, and stays where it is.
+    dispatch = in_step("the update", jax.jit(make_dispatch(run), donate_argnums=0, out_shardings=(where, None)))
 
     audit, memory = Audit.of(run), MemoryMonitor()
     memory.mark("start")
@@ -109,7 +110,7 @@ def train(
         ):
             batches = _dispatches(run, step)
             line.says("compiling the update")
-            while step < config.steps and not stop.requested(step):
+            while step < config.steps and not stop.requested():
                 with line.waits():
                     taken = next(batches)
                 state, measured = dispatch(state, taken, jnp.int32(step))
@@ -135,7 +136,8 @@ def train(
             saver.wait()
             memory.mark("end", **components(state))
     if debug:
-        console.print(memory.report())
+        for told in memory.report():
+            console.print(told, markup=False, highlight=False)
     if stop.heard:
         kept = "saved. Go on with --resume." if step else "there is nothing to save yet."
         console.print(f"Stopped on request at step {step}; {kept}", highlight=False)
@@ -148,9 +150,8 @@ def train(
 Dispatch = Callable[[Any, tuple[Any, ...], Int[Array, ""]], tuple[Any, Window]]
 
 
-def make_dispatch(run: Run, where: object) -> Dispatch:
-    """The whole of one update, or of several in a row, as one program. The state given is used up, and stays where
-    it is."""
+def make_dispatch(run: Run) -> Dispatch:
+    """The whole of one update, or of several in a row, to be one program."""
     agent: Any = run.agent
     seed = jax.random.key(run.config.seed)
 
@@ -166,7 +167,7 @@ def make_dispatch(run: Run, where: object) -> Dispatch:
         state, windows = jax.lax.scan(update, state, (stacked, step + jnp.arange(len(batches))))
         return state, jax.tree.map(jnp.sum, windows)
 
-    return in_step("the update", jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None)))
+    return dispatch
 
 
 def _dispatches(run: Run, step: int) -> Generator[tuple[Any, ...]]:
@@ -192,13 +193,17 @@ def _sorted(agent: Any, state: object) -> Parts:  # noqa: ANN401  # any agent, a
     return sort_leaves(state, agent.policy_params(state), agent.raw_params(state))
 
 
-def _check_shapes(run: Run, dispatch: Dispatch, abstract: object, console: Console) -> None:
-    """A real batch through the real update, but only its shapes."""
+def _check_shapes(run: Run, abstract: object, console: Console) -> None:
+    """A real batch through the real update, but only its shapes. Of several hosts each has some of the rows."""
     batches = tuple(
         run.loader.sample_policy_batch(step) if isinstance(run.agent, FlowBC) else run.loader.sample_batch(step)
         for step in range(run.config.updates_per_dispatch)
     )
-    jax.eval_shape(dispatch, abstract, batches, jnp.int32(0))
+    whole = jax.tree.map(
+        lambda rows: jax.ShapeDtypeStruct((rows.shape[0] * jax.process_count(), *rows.shape[1:]), rows.dtype),  # type: ignore[no-untyped-call]
+        batches,
+    )
+    jax.eval_shape(make_dispatch(run), abstract, whole, jnp.int32(0))
     console.print("Dry run: data, weights and shapes agree. Nothing was trained or written.", highlight=False)
 
 
@@ -207,7 +212,11 @@ def _print_tree(state: object, run: Run, console: Console) -> None:
         console.print(str(report), markup=False, highlight=False)
     policy = state.policy if isinstance(state, AcrlpdState) else state
     assert isinstance(policy, FlowBCState)
-    problems = [*state_problems(state, run.mesh), *optimizer_problems(policy.trained, policy.optimizer)]
+    problems = state_problems(state, run.mesh)
+    problems += dtype_problems(policy.trained, "float32") + dtype_problems(policy.frozen, "bfloat16")
+    problems += optimizer_problems(policy.trained, policy.optimizer)
+    if isinstance(state, AcrlpdState):
+        problems += optimizer_problems(state.critic, state.critic_optimizer)
     for problem in problems or ["nothing is wrong with the state"]:
         console.print(f"debug: {problem}", markup=False, highlight=False)
 
@@ -296,9 +305,9 @@ class StopRequest:
         self.heard = False
         self._before: dict[int, Any] = {}
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop before that step."""
-        self.heard = self.heard or preempted(step)
+    def requested(self) -> bool:
+        """Whether to stop before the next step."""
+        self.heard = preempted() or self.heard
         return self.heard
 
     def __enter__(self) -> "StopRequest":

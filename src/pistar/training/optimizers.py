@@ -111,7 +111,7 @@ def make_schedule(config: Schedule) -> optax.Schedule:
 
 
 def make_optimizer(config: AdamWConfig) -> optax.GradientTransformation:
-    """Clip, then AdamW. The state has the structure of OpenPI's (its train_state/ on disk)."""
+    """Clip, then AdamW, whose state has the structure of OpenPI's (its train_state/ on disk), or Adafactor."""
     rate = make_schedule(config.schedule)
     if config.moments == "factored":
         # As optax.adafactor, but a rate means what it means to AdamW: it is not multiplied by the size of the weights.

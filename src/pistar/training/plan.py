@@ -17,13 +17,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
 from pistar.agents.flow_bc import FlowBC, FlowBCState
-from pistar.config import Pi0Config
+from pistar.config import Freezable, Pi0Config
 from pistar.models.pi0 import bind, param_shapes
+from pistar.training.audit import Shown, questions
 from pistar.training.config import RLTrainConfig
 from pistar.training.flops import count_flops
+from pistar.training.optimizers import Moments
 from pistar.training.run import Agent, make_agent
 from pistar.training.sharding import (
     bytes_per_device,
+    everywhere,
     leaf_bytes,
     over_rows,
     shard_bytes,
@@ -44,9 +47,9 @@ class Plan:
     state: dict[str, int]
     """By component."""
     batch: int
-    """Two of them: one is made while the other is used."""
+    """Four of them: one is used, and as many are on the devices as the loader makes ahead."""
     scratch: int
-    """Activations and gradients: the compiled program's own analysis."""
+    """Activations and gradients of an update, or of an audit if that takes more: XLA's own analysis of either."""
     flops: dict[str, int]
     """By part. Backward is what remains of the whole."""
     checkpoint: int
@@ -155,20 +158,44 @@ def state_bytes(state: AcrlpdState | FlowBCState, mesh: Mesh | AbstractMesh) -> 
 def scratch_bytes(config: RLTrainConfig, mesh: Mesh) -> int:
     """What one update needs besides state and batch, on each device of a mesh, by compiling it."""
     agent: Any = make_agent(config)
-    state, batch = abstract_state(config, agent), abstract_batch(config, config.batch_size)
-    where = state_sharding(state, mesh)
+    where = state_sharding(abstract_state(config, agent), mesh)
+    update = jax.jit(agent.update, donate_argnums=0, out_shardings=(where, None))
+    return _scratch_of(update, config, abstract_batch(config, config.batch_size), mesh)
+
+
+def audit_bytes(config: RLTrainConfig, mesh: Mesh) -> int:
+    """The same of a look at the critic."""
+    agent, rows = make_agent(config), config.batch_size // config.gradient_accumulation
+    if not isinstance(agent, Acrlpd) or not config.audit_every or not config.data.held_out:
+        return 0
+    batch: Any = abstract_batch(config, rows)
+    shown = _unchecked(
+        Shown,
+        row=jax.ShapeDtypeStruct((rows,), np.dtype(np.int32)),  # type: ignore[no-untyped-call]
+        observations=batch.observations,
+        next_observations=batch.next_observations,
+        actions=batch.actions,
+        others=batch.actions,
+        valid=batch.valid,
+    )
+    ask = jax.jit(questions(agent, agent.config.candidates), out_shardings=everywhere(mesh))
+    return _scratch_of(ask, config, shown, mesh)
+
+
+def _scratch_of(program: Any, config: RLTrainConfig, rows: object, mesh: Mesh) -> int:  # noqa: ANN401  # what jax.jit gives
+    """What a program of state, rows and a key needs besides these."""
 
     def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
+    state = abstract_state(config, make_agent(config))
     with jax.set_mesh(mesh):
-        update = jax.jit(agent.update, donate_argnums=0, out_shardings=(where, None))
-        program = update.lower(
-            jax.tree.map(placed, state, where),
-            jax.tree.map(lambda leaf: placed(leaf, over_rows(mesh)), batch),
+        compiled = program.lower(
+            jax.tree.map(placed, state, state_sharding(state, mesh)),
+            jax.tree.map(lambda leaf: placed(leaf, over_rows(mesh)), rows),
             jax.random.key(0),
         ).compile()
-    analysis = program.memory_analysis()
+    analysis = compiled.memory_analysis()
     assert analysis is not None
     return int(analysis.temp_size_in_bytes)
 
@@ -226,8 +253,8 @@ def _memory_plan(config: RLTrainConfig, mesh: Mesh) -> Plan:
     batch = sum(shard_bytes(leaf, rows) for leaf in jax.tree.leaves(abstract_batch(config, config.batch_size)))
     return Plan(
         state=state_bytes(state, mesh),
-        batch=2 * batch,
-        scratch=scratch_bytes(config, mesh),
+        batch=4 * batch,
+        scratch=max(scratch_bytes(config, mesh), audit_bytes(config, mesh)),
         flops={},
         checkpoint=sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(state)),
     )
@@ -261,31 +288,46 @@ def _small_average(config: RLTrainConfig) -> RLTrainConfig:
     return dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, ema_dtype="bfloat16"))
 
 
-def _factored(config: RLTrainConfig) -> RLTrainConfig:
-    return dataclasses.replace(
-        config, policy_optimizer=dataclasses.replace(config.policy_optimizer, moments="factored")
-    )
+def _moments(kind: Moments) -> Lever:
+    def pull(config: RLTrainConfig) -> RLTrainConfig:
+        optimizer = dataclasses.replace(config.policy_optimizer, moments=kind)
+        return dataclasses.replace(config, policy_optimizer=optimizer)
+
+    return Lever(f"--policy-optimizer.moments {kind}", pull)
 
 
-def _no_vision(config: RLTrainConfig) -> RLTrainConfig:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=("vision",)))
+def _remat(config: RLTrainConfig) -> RLTrainConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat="full"))
+
+
+def _freeze_vision(config: RLTrainConfig) -> Lever:
+    frozen: tuple[Freezable, ...] = (*(part for part in config.model.freeze if part != "vision"), "vision")
+
+    def pull(config: RLTrainConfig) -> RLTrainConfig:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=frozen))
+
+    return Lever(f"--model.freeze {' '.join(frozen)}", pull)
 
 
 def ladder(config: RLTrainConfig, with_lora: Callable[[RLTrainConfig], RLTrainConfig]) -> list[tuple[Lever, ...]]:
     """Sets of levers for the state, the cheapest first: what costs nothing, what rounds, what trains less."""
-    everywhere = (Lever("--fsdp-devices None", _all_devices),) if config.fsdp_devices is not None else ()
+    free = (Lever("--fsdp-devices None", _all_devices),) if config.fsdp_devices is not None else ()
+    again = (*free, Lever("--model.remat full", _remat)) if config.model.remat != "full" else free
     average = (Lever("--algorithm.ema-dtype bfloat16", _small_average),) if config.algorithm.ema_decay else ()
-    factored = Lever("--policy-optimizer.moments factored", _factored)
-    lora, vision = Lever("--lora", with_lora), Lever("--model.freeze vision", _no_vision)
+    adapters = () if config.model.vlm.lora and config.model.expert.lora else (Lever("--lora", with_lora),)
+    factored, vision = _moments("factored"), _freeze_vision(config)
     sets = [
         (),
-        everywhere,
-        (*everywhere, *average),
-        (*everywhere, *average, factored),
-        (*everywhere, lora),
-        (*everywhere, lora, vision),
+        free,
+        again,
+        (*again, *average),
+        (*again, *average, _moments("bfloat16")),
+        (*again, *average, factored),
+        (*again, *adapters),
+        (*again, *adapters, factored),
+        (*again, *adapters, factored, vision),
     ]
-    return list(dict.fromkeys(sets))
+    return list({tuple(lever.option for lever in levers): levers for levers in sets}.values())
 
 
 def find_remedy(

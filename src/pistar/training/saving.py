@@ -35,15 +35,14 @@ class Parts:
     served: Mapping[str, AnyArray]
     """params/: what acts."""
     raw: Mapping[str, AnyArray]
-    """train_state/: what the optimiser last wrote; empty if that is what acts."""
+    """train_state/: what the optimiser last wrote, where something else acts."""
     rest: Mapping[str, AnyArray]
     """train_state/: everything else, by its path in the state."""
 
 
 def sort_leaves(state: object, served: Params, raw: Params) -> Parts:
-    """`served` and `raw` hold leaves of `state` itself; each is kept once."""
-    same = served.keys() == raw.keys() and all(served[name] is raw[name] for name in served)
-    kept = {} if same else raw
+    """`served` and `raw` hold leaves of `state` itself; each is kept once, those in both (frozen ones) in `served`."""
+    kept = {name: leaf for name, leaf in raw.items() if served.get(name) is not leaf}
     placed = {id(leaf) for leaf in (*served.values(), *kept.values())}
     return Parts(served, kept, {name: leaf for name, leaf in _named_leaves(state) if id(leaf) not in placed})
 
@@ -79,6 +78,7 @@ class Saver:
         """
         self.wait()
         if several():
+            before_it_appears()  # on every host: what stops one of them stops all
             together = {f"{WINDOW}/{name}": jnp.stack(pair) for name, pair in window.items()}
             self._write(step, Parts(parts.served, parts.raw, dict(parts.rest) | together), before_it_appears)
             return
@@ -151,7 +151,7 @@ def restore(folder: Path, step: int, abstract: T, where: object, sort: Callable[
         window = {leaf.name.removeprefix(f"{WINDOW}/"): jnp.asarray(leaf.read()) for leaf in sums}
         for leaves, wanted in (
             (checkpoint.leaves(), parts.served),
-            (checkpoint.leaves("raw") if parts.raw else [], parts.raw),
+            ([leaf for leaf in checkpoint.leaves("raw") if leaf.name in parts.raw] if parts.raw else [], parts.raw),
             ([leaf for leaf in checkpoint.state_leaves() if not leaf.name.startswith(f"{WINDOW}/")], parts.rest),
         ):
             there = _check(leaves, {name: places[id(s)][0] for name, s in wanted.items()}, folder / str(step))

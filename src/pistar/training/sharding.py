@@ -158,19 +158,25 @@ def state_problems(state: object, mesh: Mesh, dtypes: tuple[str, ...] = STATE_DT
     return lines
 
 
+def dtype_problems(params: Mapping[str, Any], dtype: str) -> list[str]:
+    """Parameters of another dtype."""
+    return [f"{name} is {leaf.dtype}, not {dtype}" for name, leaf in params.items() if str(leaf.dtype) != dtype]
+
+
 def optimizer_problems(params: Mapping[str, Any], optimizer: object) -> list[str]:
-    """Moments that do not belong to the parameters: of a name they do not have, or of another shape."""
-    lines = []
+    """Moments of no parameter or of another shape, and parameters that have none."""
+    lines, seen = [], set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer):
         name = str(getattr(path[-1], "key", "")) if path else ""
         if "/" not in name and name not in params:
             continue  # a count
+        seen.add(name)
         if name not in params:
             lines.append(f"the optimiser has a moment of {name}, which is no parameter that trains")
         # Factored moments have an axis less, or are a single number that stands for none.
         elif leaf.shape != params[name].shape and leaf.ndim >= params[name].ndim and leaf.size > 1:
             lines.append(f"the optimiser's moment of {name} is {leaf.shape}, the parameter {params[name].shape}")
-    return lines
+    return lines + [f"the optimiser has no moment of {name}" for name in params if name not in seen]
 
 
 def device_bytes(tree: object) -> int:
