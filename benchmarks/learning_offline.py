@@ -1,6 +1,6 @@
 """Does ACRLPD learn what imitation cannot? A simulated arm, data of mixed quality, policies with the same budget.
 
-    python benchmarks/learning_offline.py --out FOLDER [--seeds 1 2 3] [--only METHOD …]
+    python benchmarks/learning_offline.py --out FOLDER [--seeds 1 2 3 4 5] [--only METHOD …]
     python benchmarks/learning_offline.py --quick
 
 TAKES LONG: about 40 minutes of one core for each seed. What is done is kept in --out, and a killed run goes on from
@@ -569,7 +569,7 @@ def main() -> None:
     """Run what has not been run yet, print the table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keeps results, to go on from; a temporary folder if left out")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--episodes", type=int, default=Budget.episodes)
     parser.add_argument("--quick", action="store_true", help="a minute of everything, which shows nothing")
