@@ -600,5 +600,5 @@ def test_a_camera_the_robot_needs_is_missed(dataset: Dataset, inputs: ModelInput
 
 def test_a_camera_the_dataset_lacks_is_named_with_the_nearest(dataset: Dataset, inputs: ModelInputs) -> None:
     images = inputs.robot.repack["images"] | {"cam_high": "observation.images.cam_hihg"}
-    with pytest.raises(UserError, match=r"no camera .*cam_hihg.*did you mean 'observation.images.cam_high'"):
+    with pytest.raises(UserError, match=r"no camera .*cam_hihg.*but observation.images.cam_high, "):
         dataset_cameras(dataset, inputs.robot, {**inputs.robot.repack, "images": images})

@@ -25,7 +25,7 @@ def attention_by_definition(
     return out
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     candidates=st.integers(1, 3),
     queries=st.integers(1, 3),

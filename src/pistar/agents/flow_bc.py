@@ -58,9 +58,7 @@ class FlowBC:
         trained = {name: p for name, p in params.items() if not is_frozen(self.config, name)}
         frozen = {name: p for name, p in params.items() if name not in trained}
         # A copy: a donated state must not hand the same buffer over twice.
-        average = (
-            None if self.ema_decay is None else {n: jnp.copy(p).astype(self.ema_dtype) for n, p in trained.items()}
-        )
+        average = None if self.ema_decay is None else {n: jnp.array(p, self.ema_dtype) for n, p in trained.items()}
         return FlowBCState(trained, frozen, average, self.optimizer.init(trained), jnp.int32(0))
 
     def update(self, state: FlowBCState, batch: PolicyBatch, key: PRNGKeyArray) -> tuple[FlowBCState, dict[str, Array]]:

@@ -6,6 +6,7 @@ of a page of tracebacks from Orbax's event loop. Orbax writes them.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -28,7 +29,7 @@ from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
 from pistar.models.pi0 import Params, param_shapes
 from pistar.training.contract import CONTRACT_FILE, Contract, write_contract
-from pistar.training.hosts import is_leader, meet, several
+from pistar.training.hosts import in_step, is_leader, meet, several
 from pistar.types import AnyArray
 
 Weights = Literal["serving", "raw"]
@@ -375,17 +376,16 @@ def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> l
 def not_finite(params: Mapping[str, AnyArray]) -> list[str]:
     """Names of parameters with NaN or Inf in them."""
     if all(isinstance(param, jax.Array) for param in params.values()):
-        sound = jax.device_get(
-            _are_finite(list(params.values()))
-        )  # one program: hosts that share arrays run it together
+        sound = jax.device_get(_finite_check()(list(params.values())))
     else:
         sound = [bool(np.isfinite(param).all()) for param in params.values()]
     return [name for name, fine in zip(params, sound, strict=True) if not fine]
 
 
-@jax.jit
-def _are_finite(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.isfinite(array).all() for array in arrays]
+@functools.cache
+def _finite_check() -> Callable[[list[Any]], list[jax.Array]]:
+    """One program for all: hosts that share arrays run it together."""
+    return in_step("a look for NaN", jax.jit(lambda arrays: [jnp.isfinite(array).all() for array in arrays]))
 
 
 def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: object) -> None:

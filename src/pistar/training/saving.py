@@ -17,7 +17,7 @@ from pistar.errors import UserError
 from pistar.models.pi0 import Params
 from pistar.training.checkpoints import STATE, Leaf, as_tree, open_checkpoint, write_checkpoint
 from pistar.training.contract import Contract
-from pistar.training.hosts import is_leader, several
+from pistar.training.hosts import is_leader, meet, several
 from pistar.training.metrics import Window
 from pistar.training.sharding import place
 from pistar.types import AnyArray
@@ -78,7 +78,10 @@ class Saver:
         """
         self.wait()
         if several():
+            # The last update's words between hosts must not get mixed with those of what follows.
+            jax.block_until_ready((dict(parts.served), dict(parts.raw), dict(parts.rest)))  # type: ignore[no-untyped-call]
             before_it_appears()  # on every host: what stops one of them stops all
+            meet(f"step {step} is to be saved")
             together = {f"{WINDOW}/{name}": jnp.stack(pair) for name, pair in window.items()}
             self._write(step, Parts(parts.served, parts.raw, dict(parts.rest) | together), before_it_appears)
             return
