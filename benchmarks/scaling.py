@@ -14,34 +14,20 @@ analysis says. About a minute and 2 GB; all of it some five minutes.
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import time
 from typing import Any
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--devices", type=int, default=8)
-parser.add_argument("--steps", type=int, default=3, help="of each kind; the median counts")
-parser.add_argument("--skip-full", action="store_true", help="leave out the full-size compilation")
-args = parser.parse_args()
+import jax
+from jax.sharding import AxisType, Mesh
 
-# Before JAX wakes up. The second as in `pistar plan`: without it, copies of all weights are counted that no GPU makes.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices} "
-    "--xla_disable_hlo_passes=while-loop-invariant-code-motion"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
+from pistar.presets import get_config
+from pistar.training import sharding
+from pistar.training.plan import make_plan, pretend
+from pistar.training.sharding import device_bytes, everywhere, make_mesh, over_rows, state_sharding
+from train_step import acrlpd, random_batch, windows
 
-import jax  # noqa: E402
-from jax.sharding import AxisType, Mesh  # noqa: E402
-
-from pistar.presets import get_config  # noqa: E402
-from pistar.training import sharding  # noqa: E402
-from pistar.training.plan import make_plan  # noqa: E402
-from pistar.training.sharding import device_bytes, everywhere, make_mesh, over_rows, state_sharding  # noqa: E402
-from train_step import acrlpd, random_batch, windows  # noqa: E402
-
-from prefix_sharing import BENCH  # noqa: E402
+from prefix_sharing import BENCH
 
 
 def one_device() -> Mesh:
@@ -53,9 +39,9 @@ def one_device() -> Mesh:
 class Kind:
     """A compiled update on a mesh, which goes on from where it was."""
 
-    def __init__(self, mesh: Mesh, accumulation: int = 1) -> None:
+    def __init__(self, mesh: Mesh, rows: int, accumulation: int = 1) -> None:
         agent = dataclasses.replace(acrlpd(BENCH, 64), accumulation=accumulation)
-        batch = jax.device_get(windows(random_batch(BENCH, args.devices)))
+        batch = jax.device_get(windows(random_batch(BENCH, rows)))
         self.mesh, self.batch = mesh, jax.device_put(batch, over_rows(mesh))
         where = state_sharding(jax.eval_shape(agent.init, jax.random.key(0)), mesh)
         self.state = jax.jit(agent.init, out_shardings=where)(jax.random.key(0))
@@ -76,12 +62,18 @@ class Kind:
 
 def main() -> None:
     """Time all kinds in turn; then plan at full size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="of each kind; the median counts")
+    parser.add_argument("--skip-full", action="store_true", help="leave out the full-size compilation")
+    args = parser.parse_args()
+    pretend(args.devices)
     sharding.SMALL = 4096  # or nothing of so small a model would be split
     kinds = {
-        "one device": Kind(one_device()),
-        f"split over {args.devices}": Kind(make_mesh(args.devices)),
-        "whole on each": Kind(make_mesh(1)),
-        "one device, in 4 parts": Kind(one_device(), accumulation=4),
+        "one device": Kind(one_device(), args.devices),
+        f"split over {args.devices}": Kind(make_mesh(args.devices), args.devices),
+        "whole on each": Kind(make_mesh(1), args.devices),
+        "one device, in 4 parts": Kind(one_device(), args.devices, accumulation=4),
     }
     for _ in range(args.steps):
         for kind in kinds.values():

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "report": {"types"},
     "training": {"agents", "models", "data", "types", "config", "tables", "errors"},
     "demo": {"training", "models", "data", "report", "errors"},
-    "cli": {"demo", "training", "data", "presets", "report", "config", "errors"},
+    "cli_runs": {"training", "data", "presets", "report", "errors"},
+    "cli": {"cli_runs", "demo", "training", "data", "presets", "report", "config", "errors"},
 }
 """Every room, and the rooms it may look into besides itself."""
 

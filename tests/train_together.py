@@ -1,10 +1,12 @@
 """One host of several that train a small run together, with two devices each, or alone with four."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from pistar import cli
+from pistar.training import hosts as meeting
 from pistar.training import sharding
 from pistar.training.config import BcConfig, save_config
 from small_run import small_run
@@ -13,6 +15,7 @@ from small_run import small_run
 def main(port: str, hosts: str, host: str, folder: str, changes: str, *flags: str) -> None:
     """Train to the end, by the command. "imitate" among the changes: without a critic, which compiles sooner."""
     sharding.SMALL = 1024  # or nothing of so small a model would be split
+    meeting.HEARTBEAT_SECONDS = int(os.environ.get("HEARTBEAT_SECONDS", meeting.HEARTBEAT_SECONDS))
     settings, changed = Path(folder, f"{host}.yaml"), json.loads(changes)
     if changed.pop("imitate", False):
         changed["algorithm"] = BcConfig()

@@ -205,7 +205,7 @@ def test_the_command_says_what_would_help(
     large = Plan({"moments": 30 * GB}, GB, GB, {"prefix": 10**12}, GB)
     small = dataclasses.replace(large, state={"moments": GB})
     monkeypatch.setattr(planning, "make_plan", lambda *_: large)
-    remedy = planning.Remedy(("--lora", "--gradient-accumulation 4"), get_config("debug"), small) if fits else None
+    remedy = planning.Remedy(("--lora", "--gradient-accumulation 4"), small) if fits else None
     monkeypatch.setattr(planning, "find_remedy", lambda *_, **__: remedy)
     own = ["--device-memory", "24", "--batch-size", "16", f"--out={tmp_path / 'plan.svg'}", "--seed=3"]
     command = ["plan", "debug", *own]

@@ -43,7 +43,8 @@ def _svg(width: int, height: int, title: str, drawn: Iterable[str]) -> str:
 def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: str, limit: float | None = None) -> str:
     """A bar per name, of parts end to end on one scale, with a legend; `limit` is a line across all of them."""
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
-    colours = {name: (*COLOURS, "#882255")[i % (len(COLOURS) + 1)] for i, name in enumerate(names)}
+    palette = (*COLOURS, "#882255")  # a ninth, that all parts of a run may differ
+    colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
     totals = {bar: sum(parts.values()) for bar, parts in bars.items()}
     scale = _BAR_WIDTH / (max(*totals.values(), limit or 0.0) * 1.05 or 1.0)
     width, legend = _BAR_WIDTH + 2 * _GAP, 66 + 76 * len(bars)

@@ -19,8 +19,10 @@ from jax.experimental import multihost_utils
 from pistar.errors import UserError
 
 START_SECONDS = 300
-HEARTBEAT_SECONDS = 30
-"""A host that has not been heard of for so long is dead, and the others end too: they could only wait for it."""
+HEARTBEAT_SECONDS = 45
+"""A host that has not been heard of for so long is dead, and the others end too: they could only wait for it.
+
+Under a minute, and long enough for a machine that stands still for a while."""
 
 MEETING_SECONDS = 2 * 60 * 60
 """One host may decode a dataset while others wait. One that died is noticed by its heart."""

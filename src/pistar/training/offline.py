@@ -23,7 +23,7 @@ from pistar.agents.acrlpd import AcrlpdState
 from pistar.agents.flow_bc import FlowBC, FlowBCState
 from pistar.data.frames import cache_home
 from pistar.errors import UserError
-from pistar.models.pi0 import Params, param_shapes
+from pistar.models.pi0 import Params
 from pistar.tables import to_table
 from pistar.training.audit import Audit
 from pistar.training.config import (
@@ -39,7 +39,7 @@ from pistar.training.contract import CONTRACT_FILE, Contract, read_contract
 from pistar.training.hosts import in_step, is_leader, meet, preempted, several
 from pistar.training.memory import MemoryMonitor
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
-from pistar.training.plan import components
+from pistar.training.plan import abstract_state, components
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare
 from pistar.training.saving import Parts, Saver, restore, saved_steps, sort_leaves
@@ -68,7 +68,7 @@ def train(
     if start_from is not None:
         _compare_contracts(checkpoints / str(start_from), run.contract)
     describe(run, console)
-    abstract = jax.eval_shape(lambda params: _first_state(run, params), param_shapes(config.model))
+    abstract = abstract_state(config, run.agent)
     where = state_sharding(abstract, run.mesh)
     if dry_run:
         _check_shapes(run, abstract, console)
@@ -117,7 +117,7 @@ def train(
                 window = add_windows(window, measured)
                 step += len(taken)
                 line.stepped(step, state)
-                if len(memory.moments) == 2:
+                if step - len(taken) == (start_from or 0):
                     memory.mark("first update", **components(state), batch=taken)
                 if step % config.log_every == 0 or step == config.steps:
                     log.log(step, window, line.rates(log.latest))

@@ -7,6 +7,7 @@ bfloat16 where the processor's does not, so that part is an estimate, and mostly
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,9 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
 from pistar.agents.flow_bc import FlowBC, FlowBCState
 from pistar.config import Freezable, Pi0Config
+from pistar.errors import UserError
 from pistar.models.pi0 import bind, param_shapes
 from pistar.training.audit import Shown, questions
-from pistar.training.config import RLTrainConfig
+from pistar.training.config import BcConfig, RLTrainConfig
 from pistar.training.flops import count_flops
 from pistar.training.optimizers import Moments
 from pistar.training.run import Agent, make_agent
@@ -38,6 +40,19 @@ T = TypeVar("T")
 
 HEADROOM = 0.92
 """Of a device's memory; the rest is the runtime's and the communication's."""
+
+
+def pretend(devices: int) -> None:
+    """Have so many, of the one kind that every machine has. Before JAX is asked for any."""
+    flags = (
+        f"--xla_force_host_platform_device_count={devices}",
+        # Processors multiply in float32, and XLA would keep a copy of all bfloat16 weights for it; a GPU needs none.
+        "--xla_disable_hlo_passes=while-loop-invariant-code-motion",
+    )
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags))
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    if jax.device_count() != devices:
+        raise UserError(f"{devices} devices were asked for and JAX has {jax.device_count()}; unset XLA_FLAGS.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +106,7 @@ def abstract_batch(config: RLTrainConfig, rows: int) -> PolicyBatch | ChunkBatch
 
     seen = _abstract_observation(config.model, rows, struct)
     actions = struct(*steps, config.model.action_dim)
-    if isinstance(make_agent(config), FlowBC):
+    if isinstance(config.algorithm, BcConfig):
         return _unchecked(
             PolicyBatch, observations=seen, actions=actions, valid=struct(*steps, dtype=bool), weight=struct(rows)
         )
@@ -228,15 +243,12 @@ def flops_by_part(config: RLTrainConfig) -> dict[str, int]:
         parts |= {"prefix of s'": parts["prefix"], "sampling": passes * sampling}
         if config.gradient_accumulation > 1:
             parts["prefix once more"] = parts["prefix"]
-        transitions = jax.eval_shape(agent.transitions, state, batch, _seen(agent, batch, prefix_shape), key)
+        seen = jax.eval_shape(agent.critic.see, batch.observations, prefix_shape)
+        transitions = jax.eval_shape(agent.transitions, state, batch, seen, key)
         parts["critic"] = count_flops(agent.update_critic, state, transitions, key)
     whole = count_flops(agent.update, state, batch, key)
     parts["backward, with what it computes again"] = whole - sum(parts.values())
     return {name: count * config.batch_size // rows for name, count in parts.items()}
-
-
-def _seen(agent: Acrlpd, batch: Any, prefix: Any) -> Any:  # noqa: ANN401  # shapes of all of these
-    return jax.eval_shape(agent.critic.see, batch.observations, prefix)
 
 
 # --- The plan ---------------------------------------------------------------------------------------------------------
@@ -276,7 +288,6 @@ class Remedy:
     """Options that make a run fit, and the plan with them."""
 
     options: tuple[str, ...]
-    config: RLTrainConfig
     plan: Plan
 
 
@@ -374,7 +385,7 @@ def find_remedy(
 
 
 def _remedy(options: tuple[str, ...], config: RLTrainConfig, plan: Plan) -> Remedy:
-    return Remedy(options, config, dataclasses.replace(plan, flops=flops_by_part(config)))
+    return Remedy(options, dataclasses.replace(plan, flops=flops_by_part(config)))
 
 
 def _in_parts(config: RLTrainConfig, parts: int) -> RLTrainConfig:

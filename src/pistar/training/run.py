@@ -219,9 +219,10 @@ def _for_imitation(dataset: Dataset, data: DataConfig) -> Labels:
     """Labels where there are any, so that the same episodes are held out as from a critic's training."""
     try:
         labels = label_dataset(dataset, data.success, RewardScheme("success"), data.without_success)
-    except UserError:
+        return dataclasses.replace(labels, notes=())
+    except UserError as error:
         labels = label_dataset(dataset, FromEpisodes(()), RewardScheme("success"))
-    return dataclasses.replace(labels, notes=())
+        return dataclasses.replace(labels, notes=(f"episodes are held out whatever became of them: {error}",))
 
 
 def _repack(config: RLTrainConfig, robot: Robot) -> dict[str, str]:

@@ -1,0 +1,185 @@
+"""The commands whose options are a preset's: `pistar train` and `pistar plan`."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from pistar.data.words import counted
+from pistar.errors import UserError
+
+if TYPE_CHECKING:
+    from pistar.training.config import RLTrainConfig
+
+
+def _run_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Of a command that takes a training preset."""
+    from pistar.presets import list_configs
+
+    parser = argparse.ArgumentParser(
+        prog=f"pistar {command}",
+        description=f"{description} Every field of the preset is an option: see PRESET --help.",
+        epilog=f"Presets: {', '.join(list_configs())}.",
+        add_help=False,
+    )
+    parser.add_argument("preset")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings that replace the preset's")
+    parser.add_argument("--lora", action="store_true", help="train adapters of OpenPI's sizes, and keep no average")
+    return parser
+
+
+def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[argparse.Namespace, RLTrainConfig]":
+    """The command's own options, and the run that preset, file and fields make."""
+    from pistar.presets import get_config, with_lora
+    from pistar.training.config import RLTrainConfig, load_config
+
+    if not args or args[0].startswith("-"):
+        parser.print_help()
+        sys.exit(0 if "--help" in args or "-h" in args else 2)
+    options, rest = parser.parse_known_args(args)
+    config = get_config(options.preset)
+    if options.config is not None:
+        config = load_config(options.config, config)
+    if options.lora:
+        config = with_lora(config)
+    if "--help" in rest or "-h" in rest:
+        parser.print_help()
+    config = tyro.cli(
+        RLTrainConfig,
+        prog=f"{parser.prog} {options.preset}",
+        default=config,
+        args=rest,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return options, config
+
+
+def train(args: Sequence[str]) -> None:
+    """pistar train PRESET [options] [--any.field value]"""
+    parser = _run_parser("train", "Train a policy from logged data.")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
+    parser.add_argument("--debug", action="store_true", help="stop at the first NaN; show state and memory")
+    parser.add_argument("--distributed", action="store_true", help="one of several hosts, as the launcher says")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="one of several hosts: where host 0 waits")
+    parser.add_argument("--hosts", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--host", type=int, metavar="I", help="which of them this is, from 0")
+    options, config = _read_run(parser, args)
+    if options.debug:
+        import jax
+
+        jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
+    from pistar.training import hosts, offline
+
+    if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
+        Console(stderr=True).print("waiting for the other hosts …", highlight=False)
+        hosts.join_hosts(options.coordinator, options.hosts, options.host)
+    leader = hosts.is_leader()
+    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
+    with hosts.lost_hosts_named():
+        saved = offline.train(
+            config,
+            console,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            dry_run=options.dry_run,
+            debug=options.debug,
+        )
+    hosts.part()
+    if saved is not None and leader:
+        Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
+
+
+def plan(args: Sequence[str]) -> None:
+    """pistar plan PRESET --devices N --device-memory GB [--any.field value]"""
+    parser = _run_parser("plan", "What a run takes of each device, and what would make it fit; allocates nothing.")
+    parser.add_argument("--devices", type=int, default=1, help="how many there are, on all hosts together")
+    parser.add_argument("--device-memory", type=float, default=80.0, metavar="GB", help="of each, in 10⁹ bytes")
+    parser.add_argument("--out", type=Path, default=Path("plan.svg"), help="the picture to draw")
+    options, config = _read_run(parser, args)
+    if options.devices < 1 or not options.device_memory > 0:
+        raise UserError(
+            f"--devices is {options.devices} and --device-memory {options.device_memory:g}; give numbers above 0."
+        )
+    from pistar.presets import with_lora
+    from pistar.report.charts import stacked_bars
+    from pistar.training.offline import use_compilation_cache
+    from pistar.training.plan import HEADROOM, find_remedy, make_plan, pretend
+    from pistar.training.run import check_batch
+    from pistar.training.sharding import make_mesh
+
+    pretend(options.devices)
+    check_batch(config)
+    use_compilation_cache()
+    memory = options.device_memory * 1e9
+    waiting = Console(stderr=True, soft_wrap=True, highlight=False)
+    with waiting.status("compiling the update: a minute or two at full size …") as status:
+        first = make_plan(config, make_mesh(config.fsdp_devices))
+        remedy = None
+        if not first.fits(memory):
+            remedy = find_remedy(
+                config,
+                first,
+                memory,
+                lambda c: make_mesh(c.fsdp_devices),
+                with_lora,
+                say=lambda words: status.update(f"it does not fit; {words} …"),
+            )
+    plans = {"as it is": first} | ({} if remedy is None else {" ".join(remedy.options): remedy.plan})
+
+    console = Console(soft_wrap=True, highlight=False)
+    devices = counted(options.devices, "device")
+    table = Table(Column("GB on each device", overflow="fold"), title=Text(f"{options.preset} on {devices}"))
+    flops = Table(Column("TFLOPs of an update", overflow="fold"))
+    for name in plans:
+        table.add_column(name, justify="right")
+        flops.add_column(name, justify="right")
+    for part in dict.fromkeys(part for p in plans.values() for part in p.parts):
+        table.add_row(part, *(f"{p.parts[part] / 1e9:.3g}" if part in p.parts else "" for p in plans.values()))
+    table.add_section()
+    table.add_row("together", *(f"{p.total / 1e9:.4g}" for p in plans.values()))
+    table.add_row("a checkpoint, on disk", *(f"{p.checkpoint / 1e9:.4g}" for p in plans.values()))
+    for part in dict.fromkeys(part for p in plans.values() for part in p.flops):
+        flops.add_row(part, *(f"{p.flops[part] / 1e12:.3g}" if part in p.flops else "" for p in plans.values()))
+    flops.add_section()
+    flops.add_row("together", *(f"{sum(p.flops.values()) / 1e12:.4g}" for p in plans.values()))
+    console.print(table, flops)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    bars = {name: {part: size / 1e9 for part, size in p.parts.items()} for name, p in plans.items()}
+    title = f"{options.preset} on {devices} of {options.device_memory:g} GB, {1 - HEADROOM:.0%} of it left free"
+    limit = HEADROOM * options.device_memory
+    options.out.write_text(stacked_bars(bars, title=title, unit="GB", limit=limit), encoding="utf-8")
+    console.print(f"Wrote {options.out}", markup=False)
+    if first.fits(memory):
+        console.print(f"It fits into {options.device_memory:g} GB.")
+    elif remedy is not None:
+        console.print(f"It does not fit into {options.device_memory:g} GB. This does:", highlight=False)
+        console.print(
+            f"  pistar train {shlex.join(_without(args, '--devices', '--device-memory', '--out'))} "
+            f"{' '.join(remedy.options)}",
+            markup=False,
+        )
+    else:
+        raise UserError(
+            f"{options.preset} does not fit into {devices} of {options.device_memory:g} GB, not even with adapters and "
+            "a row at a time; take more devices, or larger ones."
+        )
+
+
+def _without(args: Sequence[str], *options: str) -> list[str]:
+    """Arguments less these options and their values."""
+    kept, skip = [], False
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        if not skip and name not in options:
+            kept.append(arg)
+        skip = not skip and name in options and not equals
+    return kept
