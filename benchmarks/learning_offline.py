@@ -21,7 +21,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import math
 import os
 import pickle
 import sys
@@ -52,6 +51,7 @@ from pistar.data.robots import Robot, output_transform
 from pistar.data.source import ChunkSource, ModelInputs
 from pistar.models.pi0 import Params
 from pistar.models.tokenizer import load_tokenizer
+from pistar.training.counting import wilson
 from pistar.training.optimizers import AdamWConfig, CosineSchedule, make_optimizer
 from pistar.types import Episode, Observation
 
@@ -518,13 +518,6 @@ class World:
             "critic_auc": [round(critic_auc(agent, s, self.source, self.recorded), 3) for s in (before, after)],
             "last_metrics": {name: round(value, 4) for name, value in sorted(metrics.items())},
         }
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """(p̂ + z²/2n ± z·√(p̂(1 − p̂)/n + z²/4n²)) / (1 + z²/n), z = 1.96: where 95 % confidence puts the true rate."""
-    z, p = 1.96, successes / trials
-    centre, spread = p + z * z / (2 * trials), z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    return (centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)
 
 
 def summarise(notes: Notes, seeds: Sequence[int], tasks: int, seconds: float) -> dict[str, Any]:

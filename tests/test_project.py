@@ -21,10 +21,12 @@ MAY_IMPORT = {
     "agents": {"models", "types", "config", "errors"},
     "data": {"types", "config", "errors"},
     "report": {"types"},
-    "training": {"agents", "models", "data", "types", "config", "tables", "errors"},
+    "envs": {"types", "errors"},
+    "training": {"agents", "models", "data", "envs", "types", "config", "tables", "errors"},
     "demo": {"training", "models", "data", "report", "errors"},
     "cli_runs": {"training", "data", "presets", "report", "errors"},
-    "cli": {"cli_runs", "demo", "training", "data", "presets", "report", "config", "errors"},
+    "cli_envs": {"training", "envs", "data", "report", "errors"},
+    "cli": {"cli_runs", "cli_envs", "demo", "training", "data", "presets", "report", "config", "errors"},
 }
 """Every room, and the rooms it may look into besides itself."""
 

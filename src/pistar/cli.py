@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from pistar.cli_envs import collect, evaluate
 from pistar.cli_runs import plan, train
 from pistar.data.words import counted, numbered, ranges
 from pistar.errors import UserError
@@ -350,6 +351,7 @@ def _plan_help(args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> N
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": _train_help,  # these two are for the list of commands; `main` calls `train` and `plan` themselves
     "plan": _plan_help,
+    "eval": evaluate,
     "demo": demo,
     "verify": verify,
     "presets": presets,
@@ -357,6 +359,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "data convert": data_convert,
     "data check": data_check,
     "data show": data_show,
+    "data collect": collect,
 }
 
 

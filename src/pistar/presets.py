@@ -119,6 +119,48 @@ _DEBUG = RLTrainConfig(
 )
 
 
+_METAWORLD = RLTrainConfig(
+    name="rl_metaworld",
+    robot="metaworld",
+    model=Pi0Config(
+        pi05=False,
+        vlm=GemmaConfig(width=16, depth=1, mlp_dim=32, num_heads=1, num_kv_heads=1, head_dim=32),
+        expert=GemmaConfig(width=128, depth=1, mlp_dim=256, num_heads=1, num_kv_heads=1, head_dim=32),
+        vision=SiglipConfig(width=8, depth=1, mlp_dim=8, num_heads=1, patch_size=14),
+        action_dim=17,
+        action_horizon=5,
+        max_token_len=28,
+        vocab_size=512,
+        image_size=14,
+        dtype="float32",
+        remat="none",
+    ),
+    tokenizer="tiny",
+    algorithm=AcrlpdConfig(
+        horizon=5,
+        action_dims=4,
+        gamma=0.98,
+        tau=0.01,
+        candidates=4,
+        flow_steps=3,
+        critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
+        critic_warmup=3_000,
+        beta=0.5,
+        weight_clip=30.0,
+        awr_by="resample",
+        bc_scale=0.0,
+        augmentation=False,
+    ),
+    policy_optimizer=_cosine(1e-3, 4_000, 100),
+    critic_optimizer=_cosine(5e-4, 7_000, 100),
+    steps=7_000,
+    batch_size=128,
+    updates_per_dispatch=10,
+    save_every=1_000,
+)
+"""What a robot of 17 numbers and no camera can be taught on a laptop, see docs/learning.md."""
+
+
 def _imitating(config: RLTrainConfig) -> RLTrainConfig:
     """The same run without a critic."""
     return dataclasses.replace(config, name=config.name.replace("rl_", "bc_"), algorithm=BcConfig())
@@ -131,6 +173,14 @@ PRESETS: dict[str, RLTrainConfig] = {
     for config in (
         *_RL,
         *(_imitating(config) for config in _RL),
+        _METAWORLD,
+        dataclasses.replace(
+            _METAWORLD,
+            name="bc_metaworld",
+            algorithm=BcConfig(augmentation=False),
+            policy_optimizer=_cosine(1e-3, 6_000, 100),
+            steps=6_000,
+        ),
         _DEBUG,
         dataclasses.replace(_imitating(_DEBUG), name="debug_bc"),
         dataclasses.replace(

@@ -81,6 +81,10 @@ def aloha_example() -> Data:
     return {"images": {name: picture(5) for name in cameras}, "state": np.zeros(14), "actions": np.zeros((2, 14))}
 
 
+def metaworld_data() -> Data:
+    return {"images": {"corner2": picture(5)}, "state": np.zeros(17), "actions": np.zeros((2, 4))}
+
+
 EXAMPLES = {
     "aloha": aloha_example,
     "aloha_sim": aloha_example,
@@ -88,6 +92,8 @@ EXAMPLES = {
     "libero_delta": libero_data,
     "droid": droid_data,
     "droid_position": droid_data,
+    "metaworld": metaworld_data,
+    "metaworld_camera": metaworld_data,
 }
 
 
@@ -413,7 +419,8 @@ def test_the_example_observation_is_one_the_robot_understands(name: str) -> None
     robot = ROBOTS[name]
     out = enter(robot, example_observation(robot, "wave", image_size=8))
     assert out["state"].shape == (robot.state_dim,)
-    assert all(image.shape == (8, 8, 3) for image in out["image"].values())
+    size = 8 if any(robot.cameras.values()) else 1
+    assert all(image.shape == (size, size, 3) for image in out["image"].values())
     assert [bool(mask) for mask in out["image_mask"].values()] == [path is not None for path in robot.cameras.values()]
 
 

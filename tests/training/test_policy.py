@@ -64,6 +64,7 @@ def test_the_golden_checkpoint_acts_as_openpis_own_policy(case: str, tmp_path: P
         # OpenPI fixes 224 here, whatever its model takes, and its model shrinks the picture again.
         input_transform(robot, stats, norm, tokens, action_dim=32, image_size=224, discrete_state=False),
         output_transform(robot, stats, norm),
+        robot,
     )
     (actions,) = policy.act([robot_observation(case)], golden["noise"][None])
     assert actions.shape == golden["actions"].shape

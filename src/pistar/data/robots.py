@@ -283,6 +283,14 @@ _DROID = Robot(
     },
 )
 
+_METAWORLD = Robot(
+    name="metaworld",
+    action_dim=4,
+    state_keys={"state": 17},
+    cameras=dict.fromkeys(CAMERAS),
+    repack={"state": "observation.state", "actions": "action", "prompt": "prompt"},
+)
+
 ROBOTS: dict[str, Robot] = {
     robot.name: robot
     for robot in (
@@ -298,6 +306,14 @@ ROBOTS: dict[str, Robot] = {
         # DROID by joint velocity, and by joint position.
         _DROID,
         dataclasses.replace(_DROID, name="droid_position", delta_mask=bool_mask(7, -1)),
+        # Meta-World by its numbers alone, and seen from a corner as well.
+        _METAWORLD,
+        dataclasses.replace(
+            _METAWORLD,
+            name="metaworld_camera",
+            cameras=dict(zip(CAMERAS, ("images/corner2", None, None), strict=True)),
+            repack={**_METAWORLD.repack, "images": {"corner2": "observation.images.corner2"}},
+        ),
     )
 }
 """Robots by name. `dataclasses.replace` makes a relative of one."""

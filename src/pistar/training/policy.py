@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pistar.config import Pi0Config
 from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, norm_stats_hash
-from pistar.data.robots import find_robot, input_transform, output_transform
+from pistar.data.robots import Robot, find_robot, input_transform, output_transform
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType, infer_config
@@ -25,7 +25,7 @@ from pistar.models.tokenizer import (
     check_vocab,
     load_tokenizer,
 )
-from pistar.training.checkpoints import Checkpoint, load_into, not_finite, open_checkpoint
+from pistar.training.checkpoints import Checkpoint, Weights, load_into, not_finite, open_checkpoint
 from pistar.training.contract import Contract, read_contract
 from pistar.types import Observation
 
@@ -42,6 +42,8 @@ class Policy:
     """From the robot's observation to the model's."""
     outputs: Transform
     """From the model's actions to the robot's."""
+    robot: Robot
+    """Whose they are."""
     num_steps: int = 10
     """Euler steps from noise to actions."""
 
@@ -84,6 +86,7 @@ def load_policy(
     action_horizon: int | None = None,
     prompt_format: ModelType | None = None,
     default_prompt: str | None = None,
+    weights: Weights = "serving",
 ) -> Policy:
     """The policy of a checkpoint, in bfloat16 as OpenPI serves it.
 
@@ -103,7 +106,9 @@ def load_policy(
         config = dataclasses.replace(contract.model, dtype="bfloat16", remat="none")
         stats = _norm_stats(checkpoint, contract.asset_id)
         served = {name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16) for name, s in param_shapes(config).items()}  # type: ignore[no-untyped-call]
-        params, _ = load_into(served, {leaf.name: leaf.read().astype(jnp.bfloat16) for leaf in checkpoint.leaves()})
+        params, _ = load_into(
+            served, {leaf.name: leaf.read().astype(jnp.bfloat16) for leaf in checkpoint.leaves(weights)}
+        )
     if broken := not_finite(params):
         raise UserError(f"{path}: {broken[0]} has NaN or Inf; the training diverged, take an earlier checkpoint.")
     machine = contract.find_robot()
@@ -117,7 +122,7 @@ def load_policy(
         discrete_state=contract.prompt_format == "pi05",
         default_prompt=default_prompt,
     )
-    return Policy(config, params, inputs, output_transform(machine, stats, contract.norm_kind))
+    return Policy(config, params, inputs, output_transform(machine, stats, contract.norm_kind), machine)
 
 
 def agree_contract(

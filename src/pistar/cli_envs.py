@@ -1,0 +1,295 @@
+"""The commands that act in simulators: `pistar eval` and `pistar data collect`."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pistar.data.words import counted
+from pistar.errors import UserError
+
+if TYPE_CHECKING:
+    from pistar.envs.env import Scene
+    from pistar.envs.rollout import Rollout
+    from pistar.training.evaluation import Evaluation, Player, Setting
+
+Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    /,
+    env: str,
+    episodes: int | None = None,
+    starts: Literal["held-out", "train", "all"] = "held-out",
+    against: Path | None = None,
+    best_of: int = 1,
+    weights: Literal["serving", "raw"] = "serving",
+    execute: int | None = None,
+    seed: int = 0,
+    limit: int | None = None,
+    environments: int = 16,
+    workers: int | None = None,
+    out: Path = Path("evaluation.json"),
+    save_dataset: Path | None = None,
+    video: int = 0,
+    robot: str | None = None,
+    tokenizer: str | None = None,
+    asset_id: str | None = None,
+    action_horizon: int | None = None,
+    prompt_format: Literal["pi0", "pi05"] | None = None,
+) -> None:
+    """Count how often a policy succeeds in a simulator, and say how sure that is.
+
+    Args:
+        checkpoint: A step folder of pistar's or OpenPI's, or a .tar.gz of one.
+        env: An environment or a suite: metaworld/pick-place-v3, aloha/transfer-cube, libero/spatial, libero/spatial/3,
+            gymnasium/ID, or your own as module:function.
+        episodes: For each task; the first so many start states, 100 (or all there are) if left out.
+        starts: Which start states: held out from learning, those to learn from, or all.
+        against: Another checkpoint, or what an evaluation wrote: compared start state by start state.
+        best_of: Chunks to choose from by the run's critic; 1 is what OpenPI serves.
+        weights: What the checkpoint serves (the average, where there is one), or the optimiser's own.
+        execute: Actions of a chunk before the policy looks again; as the benchmark's clients do if left out.
+        seed: Of the policy's noise, which is made of it, the start state and the step.
+        limit: Steps of an episode; the benchmark's own if left out.
+        environments: Side by side; one call of the policy serves all.
+        workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
+        out: JSON of everything, episode by episode.
+        save_dataset: A new folder for the episodes as a LeRobot v3.0 dataset.
+        video: Film so many episodes of each task, next to --out.
+        robot: Whose data it was trained on, for checkpoints of OpenPI's.
+        tokenizer: PaliGemma's SentencePiece file, or "tiny" for pistar's own; found in OpenPI's cache if left out.
+        asset_id: Which norm stats to use, where the checkpoint has several.
+        action_horizon: Actions in a chunk, for checkpoints of OpenPI's.
+        prompt_format: pi05 writes the state into the prompt; the model's own if left out.
+    """
+    from pistar.envs.env import EnvOptions, find_tasks
+    from pistar.training.acting import Actor, load_judge
+    from pistar.training.evaluation import Player, Setting, compare, load_evaluation
+    from pistar.training.offline import use_compilation_cache
+    from pistar.training.policy import load_policy
+
+    console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
+    find_tasks(env)  # before anything is loaded
+    if save_dataset is not None and save_dataset.exists():
+        raise UserError(f"--save-dataset {save_dataset} exists already; datasets are never written over.")
+    if against is not None and not against.exists():
+        raise UserError(f"--against {against} does not exist; name a checkpoint or a JSON file of pistar eval.")
+    use_compilation_cache()
+
+    def player(path: Path, best: int) -> "Player":
+        told = {"robot": robot, "tokenizer": tokenizer, "asset_id": asset_id, "action_horizon": action_horizon}
+        policy = load_policy(path, prompt_format=prompt_format, weights=weights, **told)  # type: ignore[arg-type]
+        judge = load_judge(path) if best > 1 else None
+        return Player(lambda count: Actor(policy, count, seed, best, judge), policy.robot, policy.config.action_horizon)
+
+    setting = Setting(
+        env, episodes, starts, execute, environments, workers, EnvOptions(limit=limit), seed=seed, films=video
+    )
+    first = _evaluate(checkpoint, player(checkpoint, best_of), setting, weights, best_of, errors, save_dataset, out)
+    first.save(out)
+    table = Table("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
+    _rows(table, _label(checkpoint), first)
+    second = None
+    if against is not None:
+        if against.suffix == ".json":
+            second = load_evaluation(against)
+        else:
+            second = _evaluate(against, player(against, 1), setting, weights, 1, errors, None, out)
+            second.save(out.with_name(f"{out.stem}_against.json"))
+        _rows(table, _label(second.checkpoint), second)
+    console.print(table)
+    _tell(first, console)
+    if second is not None:
+        pairs = compare(first, second)
+        console.print(
+            f"On the same start states: both {pairs.both}, only {_label(checkpoint)} {pairs.only_first}, "
+            f"only {_label(second.checkpoint)} {pairs.only_second}, neither {pairs.neither}; "
+            f"p = {pairs.p:.2g} that they are equally good (McNemar, exact).",
+            markup=False,
+        )
+    console.print(f"Wrote {out}", markup=False)
+
+
+def collect(
+    env: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
+    /,
+    episodes: int,
+    expert: bool = False,
+    mixed: float | None = None,
+    policy: Path | None = None,
+    noise: float = 0.0,
+    starts: Literal["train", "held-out", "all"] = "train",
+    seed: int = 0,
+    limit: int | None = None,
+    cameras: tuple[str, ...] | None = None,
+    image_size: int = 224,
+    environments: int = 16,
+    workers: int | None = None,
+) -> None:
+    """Collect episodes in a simulator as a LeRobot v3.0 dataset, with how each went.
+
+    Args:
+        env: metaworld/pick-place-v3, aloha/transfer-cube, or your own as module:function.
+        out: The new dataset's folder.
+        episodes: How many, each from a start state of its own.
+        expert: By the environment's scripted expert.
+        mixed: By Meta-World's expert with so large a share of spoilt segments, from 0 to 1.
+        policy: By a checkpoint.
+        noise: Deviation of what is added to every action of the expert, in the action's units.
+        starts: Which start states.
+        seed: Of all noise.
+        limit: Steps of an episode; the benchmark's own if left out.
+        cameras: What to record besides numbers, as images/corner2; what the robot's policies need if left out.
+        image_size: Of what they see.
+        environments: Side by side.
+        workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
+    """
+    from pistar.data.robots import find_robot
+    from pistar.envs.env import EnvOptions, find_tasks
+    from pistar.envs.worker import Script
+    from pistar.training.acting import Actor
+    from pistar.training.evaluation import Player, Setting, dataset_writer, run_task
+    from pistar.training.offline import use_compilation_cache
+    from pistar.training.policy import load_policy
+
+    console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
+    if sum((expert, mixed is not None, policy is not None)) != 1:
+        raise UserError("Say who acts: one of --expert, --mixed 0.75 and --policy CHECKPOINT.")
+    if mixed is not None and not 0 <= mixed <= 1:
+        raise UserError(f"--mixed is {mixed}; it is a share from 0 to 1 (try 0.75).")
+    if noise < 0:
+        raise UserError(f"--noise is {noise}; a deviation is at least 0.")
+    tasks = find_tasks(env)
+    if out.exists():
+        raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
+    options = EnvOptions(cameras=cameras, image_size=image_size, limit=limit)
+    setting = Setting(env, episodes, starts, None, environments, workers, options, seed)
+    if policy is not None:
+        use_compilation_cache()
+        loaded = load_policy(policy)
+        player = Player(lambda count: Actor(loaded, count, seed), loaded.robot, loaded.config.action_horizon)
+    elif mixed is not None:
+        player = Player(Script("pistar.envs.behaviours:mixed", {"noise": noise, "spoilt": mixed}, seed), None, 1)
+    else:
+        player = Player(Script("pistar.envs.behaviours:expert", {"noise": noise}, seed), None, 1)
+    kept, won, lost = 0, 0, 0
+    with contextlib.ExitStack() as stack:
+        writer = None
+        show = stack.enter_context(_progress("collecting", errors))
+        for task in tasks:
+            for scene, total, rollout in run_task(task, setting, player, record=True):
+                if writer is None:
+                    writer = stack.enter_context(dataset_writer(out, scene, player.robot or find_robot(scene.robot)))
+                if rollout.episode is None:
+                    lost += 1
+                else:
+                    writer.add(rollout.episode)
+                    kept, won = kept + 1, won + rollout.episode.success
+                show(scene, total, rollout)
+    notes = f"; {counted(lost, 'episode')} lost to the simulator" if lost else ""
+    console.print(f"Wrote {out}: {counted(kept, 'episode')}, {won} succeeded{notes}.", markup=False)
+
+
+def _evaluate(
+    path: Path,
+    player: "Player",
+    setting: "Setting",
+    weights: str,
+    best_of: int,
+    errors: Console,
+    save_dataset: Path | None,
+    out: Path,
+) -> "Evaluation":
+    """With progress, films and the dataset, where they are wanted."""
+    from pistar.report.video import write_video
+    from pistar.training.evaluation import dataset_writer, evaluate
+
+    with contextlib.ExitStack() as stack:
+        writer = None
+        show = stack.enter_context(_progress(_label(path), errors))
+
+        def each(scene: "Scene", total: int, rollout: "Rollout") -> None:
+            nonlocal writer
+            show(scene, total, rollout)
+            if save_dataset is not None and rollout.episode is not None:
+                if writer is None:
+                    assert player.robot is not None
+                    writer = stack.enter_context(dataset_writer(save_dataset, scene, player.robot))
+                writer.add(rollout.episode)
+            if rollout.film:
+                end = "success" if rollout.episode is not None and rollout.episode.success else "no_success"
+                name = f"{out.stem}_{scene.name.replace('/', '_')}_{rollout.start_id}_{end}.mp4"
+                write_video(out.with_name(name), rollout.film, scene.fps)
+
+        record = save_dataset is not None
+        told = str(path)
+        return evaluate(setting, player, checkpoint=told, weights=weights, best_of=best_of, each=each, record=record)
+
+
+def _label(path: str | Path) -> str:
+    """A checkpoint by its run and step, or whatever it is called."""
+    run, *step = [part for part in Path(path).parts if part != "checkpoints"][-2:]
+    return "/".join([run, *step])
+
+
+@contextlib.contextmanager
+def _progress(what: str, console: Console) -> "Iterator[Callable[[Scene, int, Rollout], None]]":
+    """A bar on a terminal; elsewhere a line now and then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    done = won = 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"{what}: building the simulators and compiling the policy", total=None)
+
+        def show(scene: "Scene", total: int, rollout: "Rollout") -> None:
+            nonlocal done, won
+            if bar.tasks[0].completed >= (bar.tasks[0].total or total):  # the next task of a suite
+                done = won = 0
+            done, won = done + 1, won + (rollout.episode is not None and rollout.episode.success)
+            bar.update(task, completed=done, total=total, description=f"{what}, {scene.name}: {won} succeeded")
+            if not console.is_terminal and (done % 10 == 0 or done == total):
+                console.print(f"{what}, {scene.name}: {done} of {total} episodes, {won} succeeded", highlight=False)
+
+        yield show
+
+
+def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:
+    from pistar.training.counting import wilson
+    from pistar.training.evaluation import pooled
+
+    def row(task: str, successes: int, trials: int, steps: list[int]) -> None:
+        low, high = wilson(successes, trials)
+        rate = f"{100 * successes / trials:.0f} %" if trials else "–"
+        mean = f"{sum(steps) / len(steps):.0f}" if steps else "–"
+        table.add_row(name, task, str(successes), str(trials), rate, f"{100 * low:.0f}–{100 * high:.0f} %", mean)
+
+    for task in evaluation.results:
+        row(task.env, task.successes, task.run, [trial.steps for trial in task.trials if trial.success])
+    if len(evaluation.results) > 1:
+        trials = [trial for task in evaluation.results for trial in task.trials]
+        row("all", *pooled(evaluation.results), [trial.steps for trial in trials if trial.success])
+
+
+def _tell(evaluation: "Evaluation", console: Console) -> None:
+    from pistar.training.evaluation import faults_of
+
+    served = "the weights it serves (their average, where it has one)"
+    whose = served if evaluation.weights == "serving" else "the optimiser's own weights"
+    choice = f", best of {evaluation.best_of} by its critic" if evaluation.best_of > 1 else ""
+    console.print(
+        f"By {whose}{choice}; {evaluation.starts} start states, seed {evaluation.seed}, {evaluation.execute} actions a "
+        f"chunk, {evaluation.seconds:.0f} s; 95 % intervals by Wilson.",
+        markup=False,
+    )
+    if faults := faults_of(evaluation):
+        counts = ", ".join(f"{kind} {count} times" for kind, count in faults.items())
+        lost = sum(trial.success is None for task in evaluation.results for trial in task.trials)
+        told = f"{lost} could not be run at all and are not counted" if lost else "all were run again"
+        console.print(f"note: the simulator failed ({counts}); of the episodes it hit, {told}.", markup=False)

@@ -1,0 +1,191 @@
+"""Meta-World's 50 tasks of a Sawyer arm, their scripted experts, and sentences for what is to be done."""
+
+import functools
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float, UInt8
+
+from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv, missing, nearest
+from pistar.envs.rendering import View, check_picture, headless
+from pistar.errors import UserError
+
+INSTRUCTIONS = {
+    "assembly-v3": "pick up the wrench and put its ring on the peg",
+    "basketball-v3": "put the ball into the basket",
+    "bin-picking-v3": "move the block from one bin to the other",
+    "box-close-v3": "put the lid on the box",
+    "button-press-topdown-v3": "press the button from above",
+    "button-press-topdown-wall-v3": "reach over the wall and press the button from above",
+    "button-press-v3": "press the button",
+    "button-press-wall-v3": "reach over the wall and press the button",
+    "coffee-button-v3": "press the button of the coffee machine",
+    "coffee-pull-v3": "pull the mug away from the coffee machine",
+    "coffee-push-v3": "push the mug under the coffee machine",
+    "dial-turn-v3": "turn the dial",
+    "disassemble-v3": "take the ring of the wrench off the peg",
+    "door-close-v3": "close the door",
+    "door-lock-v3": "lock the door",
+    "door-open-v3": "open the door",
+    "door-unlock-v3": "unlock the door",
+    "drawer-close-v3": "close the drawer",
+    "drawer-open-v3": "open the drawer",
+    "faucet-close-v3": "turn the faucet off",
+    "faucet-open-v3": "turn the faucet on",
+    "hammer-v3": "hammer the nail into the wall",
+    "hand-insert-v3": "put the gripper into the hole",
+    "handle-press-side-v3": "press the handle down from the side",
+    "handle-press-v3": "press the handle down",
+    "handle-pull-side-v3": "pull the handle up from the side",
+    "handle-pull-v3": "pull the handle up",
+    "lever-pull-v3": "pull the lever up",
+    "peg-insert-side-v3": "put the peg into the hole in the side of the box",
+    "peg-unplug-side-v3": "pull the peg out of the hole",
+    "pick-out-of-hole-v3": "take the puck out of the hole",
+    "pick-place-v3": "pick up the puck and bring it to the goal",
+    "pick-place-wall-v3": "lift the puck over the wall and bring it to the goal",
+    "plate-slide-back-side-v3": "slide the plate out of the goal to the side",
+    "plate-slide-back-v3": "slide the plate back out of the goal",
+    "plate-slide-side-v3": "slide the plate into the goal at the side",
+    "plate-slide-v3": "slide the plate into the goal",
+    "push-back-v3": "push the puck back to the goal",
+    "push-v3": "push the puck to the goal",
+    "push-wall-v3": "push the puck round the wall to the goal",
+    "reach-v3": "move the gripper to the goal",
+    "reach-wall-v3": "move the gripper over the wall to the goal",
+    "shelf-place-v3": "put the block on the shelf",
+    "soccer-v3": "kick the ball into the goal",
+    "stick-pull-v3": "hook the box with the stick and pull it to the goal",
+    "stick-push-v3": "push the box to the goal with the stick",
+    "sweep-into-v3": "sweep the block into the hole",
+    "sweep-v3": "sweep the block off the table",
+    "window-close-v3": "slide the window shut",
+    "window-open-v3": "slide the window open",
+}
+
+CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
+UPSIDE_DOWN = ("corner", "corner2", "corner3")
+"""Cameras the model has mounted on their heads."""
+
+STATE = np.r_[0:7, 18:25, 36:39]
+"""Of the 39 numbers: hand, gripper and object now and a step ago, and the goal. Few enough for π₀'s 32.
+
+The rest, rotations and a second object, is in `environment_state`.
+"""
+STEPS = 500
+"""Meta-World's own limit."""
+
+
+def tasks() -> Mapping[str, Sequence[str]]:
+    """All of them, each for itself."""
+    return {name: [name] for name in INSTRUCTIONS}
+
+
+def make(task: str, options: EnvOptions) -> "MetaWorld":
+    """One task."""
+    return MetaWorld(task, options)
+
+
+class MetaWorld(StartEnv):
+    """A task. The start state is where its objects and its goal are, drawn by Meta-World from the state's number."""
+
+    def __init__(self, task: str, options: EnvOptions) -> None:
+        self._cameras = _cameras(options)
+        super().__init__(
+            Scene(
+                name=f"metaworld/{task}",
+                robot="metaworld",
+                instruction=INSTRUCTIONS[task],
+                fps=80,
+                limit=options.limit or STEPS,
+                action_low=(-1.0,) * 4,
+                action_high=(1.0,) * 4,
+                train=range(10_000),
+                held_out=range(1_000_000, 1_010_000),
+                cameras=dict.fromkeys(self._cameras, (options.image_size, options.image_size)),
+            )
+        )
+        self._options, self._task = options, task
+        kinds, experts = _simulator()
+        self._sim = kinds[task]()
+        self._sim.max_path_length = self.scene.limit
+        self._expert = experts[task]()
+        self._start_vector = functools.lru_cache(maxsize=1000)(self._draw_start)
+        self._now = np.zeros(39)
+
+    def _begin(self, start_id: int) -> None:
+        from metaworld.types import Task
+
+        start = {"env_cls": type(self._sim), "rand_vec": self._start_vector(start_id), "partially_observable": False}
+        self._sim.set_task(Task(self._task, pickle.dumps(start)))
+        self._now = self._sim.reset()[0]
+
+    def _draw_start(self, start_id: int) -> Float[np.ndarray, " v"]:
+        """Where things are: what Meta-World draws, its own conditions kept, with this seed."""
+        sim = self._sim
+        sim._freeze_rand_vec, sim.seeded_rand_vec = False, True
+        sim.seed(start_id)
+        sim.reset()
+        drawn: np.ndarray = sim._last_rand_vec.copy()
+        return drawn
+
+    def _act(self, action: np.ndarray) -> Ending:
+        self._now, _, _, _, told = self._sim.step(action)
+        return "success" if told["success"] else "goes on"
+
+    def observe(self) -> Seen:
+        """The numbers, and the cameras asked for under `images/`."""
+        return {
+            "state": self._now[STATE].astype(np.float32),
+            "environment_state": self._now.astype(np.float32),
+            **{name: self._picture(name.removeprefix("images/")) for name in self._cameras},
+        }
+
+    def render(self) -> UInt8[np.ndarray, "h w 3"]:
+        """From the corner that sees most."""
+        return self._picture("corner2")
+
+    def _picture(self, camera: str) -> UInt8[np.ndarray, "h w 3"]:
+        view = View.of(self._sim.model, self._task, (self._options.image_size,) * 2, self._options.shadows)
+        picture = view.picture(self._sim.data, camera)
+        check_picture(picture, f"{self.scene.name}, camera {camera},")
+        return picture[::-1, ::-1] if camera in UPSIDE_DOWN else picture
+
+    def expert_action(self) -> Float[np.ndarray, " 4"]:
+        """Meta-World's script."""
+        return self.misled_expert_action()
+
+    def misled_expert_action(
+        self, object_shift: npt.ArrayLike = (0.0, 0.0), goal_shift: npt.ArrayLike = (0.0, 0.0)
+    ) -> Float[np.ndarray, " 4"]:
+        """What the script would do if object and goal were that many metres from where they are, along x and y."""
+        believed = self._now.copy()
+        believed[4:6] += np.asarray(object_shift)
+        believed[36:38] += np.asarray(goal_shift)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of being clipped, which it is meant to be
+            action: np.ndarray = np.clip(self._expert.get_action(believed), -1, 1)
+        return action
+
+
+def _cameras(options: EnvOptions) -> tuple[str, ...]:
+    known = [f"images/{name}" for name in CAMERAS]
+    for name in options.cameras or ():
+        if name not in known:
+            raise UserError(f"Meta-World has no camera {name!r}; {nearest(name, known)}.")
+    return options.cameras or ()
+
+
+def _simulator() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Its tasks and experts."""
+    headless()
+    try:
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+        from metaworld.policies import ENV_POLICY_MAP
+    except ImportError as error:
+        raise missing("metaworld", "metaworld", error) from error
+    return ALL_V3_ENVIRONMENTS, ENV_POLICY_MAP

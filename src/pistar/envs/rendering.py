@@ -1,0 +1,103 @@
+"""Pictures without a screen: which way to take, and whether what comes is one."""
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from pistar.errors import UserError
+
+_PROBE = """
+import mujoco
+model = mujoco.MjModel.from_xml_string(
+    '<mujoco><worldbody><light pos="0 0 3"/><geom type="sphere" size=".2" rgba="1 0 0 1"/></worldbody></mujoco>'
+)
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+renderer = mujoco.Renderer(model, 16, 16)
+renderer.update_scene(data)
+assert renderer.render().max() > 0
+"""
+
+
+@functools.cache
+def headless() -> str:
+    """Make MuJoCo render without a screen: by EGL, else in software. Best before MuJoCo is imported for the first time.
+
+    A value of MUJOCO_GL somebody set is left alone. Tried in a process of its own: a failure would spoil this one.
+    """
+    if chosen := os.environ.get("MUJOCO_GL"):
+        return chosen
+    reasons = []
+    for backend in ("egl", "osmesa"):
+        tried = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            env={**os.environ, "MUJOCO_GL": backend, "PYOPENGL_PLATFORM": backend},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if tried.returncode == 0:
+            os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = backend
+            if "mujoco.gl_context" in sys.modules:  # imported before, it has chosen a screen
+                importlib.reload(sys.modules["mujoco.gl_context"])
+            return backend
+        reasons.append(f"{backend}: {(tried.stderr.strip().splitlines() or ['no reason given'])[-1][:120]}")
+    raise UserError(
+        f"MuJoCo cannot render here ({'; '.join(reasons)}); install libegl1 or libosmesa6 "
+        "(apt-get install libegl1 libegl-mesa0 libosmesa6)."
+    )
+
+
+def check_picture(image: UInt8[np.ndarray, "h w 3"], where: str) -> None:
+    """Refuse what is certainly no view of a scene: one colour, or the noise of memory never drawn to."""
+    pixels = image.astype(np.int16)
+    if pixels.std() < 1:
+        raise UserError(f"{where} renders one colour only; set MUJOCO_GL to egl or osmesa and check the camera's name.")
+    # Neighbours in a picture are alike, unlike those in unwritten memory.
+    if np.abs(np.diff(pixels, axis=0)).mean() > 60 and np.abs(np.diff(pixels, axis=1)).mean() > 60:
+        raise UserError(f"{where} renders noise; use one renderer in a process, or set MUJOCO_GL to osmesa.")
+
+
+class View:
+    """MuJoCo's pictures of one kind of scene. One in a process: a second renderer has been seen to spoil both."""
+
+    _only: "tuple[object, View] | None" = None
+
+    def __init__(self, model: Any, size: tuple[int, int], shadows: bool) -> None:  # noqa: ANN401  # MuJoCo's
+        import mujoco
+
+        height, width = size
+        model.vis.global_.offheight = max(height, model.vis.global_.offheight)
+        model.vis.global_.offwidth = max(width, model.vis.global_.offwidth)
+        if not shadows:
+            # Most of the cost in software, and read when the renderer is made.
+            model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+        self._renderer = mujoco.Renderer(model, height, width)
+        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+            self._renderer.scene.flags[flag] = shadows
+
+    @classmethod
+    def of(cls, model: Any, scene: str, size: tuple[int, int], shadows: bool) -> "View":  # noqa: ANN401
+        """The view of scenes of that name, whichever model of it is asked with."""
+        key = (scene, size, shadows)
+        if cls._only is None or cls._only[0] != key:
+            if cls._only is not None:
+                cls._only[1].close()
+            cls._only = (key, cls(model, size, shadows))
+        return cls._only[1]
+
+    def picture(self, data: Any, camera: str) -> UInt8[np.ndarray, "h w 3"]:  # noqa: ANN401
+        """What a camera sees."""
+        self._renderer.update_scene(data, camera)
+        drawn: np.ndarray = self._renderer.render()
+        return drawn
+
+    def close(self) -> None:
+        """Give it back to the driver."""
+        self._renderer.close()

@@ -1,0 +1,214 @@
+"""A process that holds simulators: told what to do through a pipe, it answers there, and with pictures beside it.
+
+It is started anew, not forked, and knows nothing of models.
+"""
+
+import dataclasses
+import importlib
+import mmap
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv, make_env
+from pistar.errors import UserError
+
+Behaviour = Callable[[], np.ndarray]
+"""Acts by itself, inside the worker. Knows its environment and its random numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """Who acts where no policy does: `make(env, rng, **options)` gives a `Behaviour` for an episode."""
+
+    make: str
+    """module:function"""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+
+    def behaviour(self, env: StartEnv, start_id: int) -> Behaviour:
+        """Of one episode; its random numbers are its start's."""
+        module, _, function = self.make.partition(":")
+        made: Behaviour = getattr(importlib.import_module(module), function)(
+            env, np.random.default_rng([self.seed, start_id]), **self.options
+        )
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """Start an episode and look."""
+
+    start_id: int
+    script: Script | None = None
+    film: bool = False
+    """Whether people want to see this episode."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Go:
+    """Act, until these actions are done or the episode is over."""
+
+    actions: Float[np.ndarray, "k a"] | int
+    """Or how many the script is to choose."""
+    look: bool
+    """After every step, or only after the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Went:
+    """What came of it."""
+
+    seen: Mapping[str, np.ndarray]
+    """`[n, ...]` after every step, or `[1, ...]` after the last."""
+    actions: Float[np.ndarray, "n a"]
+    """As executed. None for a beginning."""
+    ending: Ending = "goes on"
+    truncated: bool = False
+    film: tuple[UInt8[np.ndarray, "h w 3"], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """It could not be done, by no fault of the policy."""
+
+    kind: str
+    """raised, not finite, died or hung"""
+    detail: str
+
+
+class Simulators:
+    """Environments of one kind, side by side in this process."""
+
+    def __init__(self, name: str, options: EnvOptions, slots: int) -> None:
+        self._name, self._options = name, options
+        self._envs = [make_env(name, options) for _ in range(slots)]
+        self._scripts: dict[int, Behaviour] = {}
+        self._films: set[int] = set()
+        self.scene: Scene = self._envs[0].scene
+
+    def obey(self, slot: int, command: Begin | Go) -> Went | Fault:
+        """Do it. What goes wrong inside is an answer; that environment is made anew."""
+        try:
+            went = self._begin(slot, command) if isinstance(command, Begin) else self._go(slot, command)
+        except UserError:
+            raise
+        except Exception as error:  # a simulator may raise anything
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self._envs[slot] = make_env(self._name, self._options)
+            return Fault(
+                "raised", f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+            )
+        broken = [name for name, values in went.seen.items() if not np.isfinite(values).all()]
+        return Fault("not finite", f"observation {broken[0]} has NaN or Inf") if broken else went
+
+    def _begin(self, slot: int, begin: Begin) -> Went:
+        env = self._envs[slot]
+        env.begin(begin.start_id)
+        self._scripts.pop(slot, None)
+        if begin.script is not None:
+            self._scripts[slot] = begin.script.behaviour(env, begin.start_id)
+        self._films.discard(slot)
+        if begin.film:
+            self._films.add(slot)
+        film = (env.render(),) if begin.film else ()
+        return Went(_stack([env.observe()]), np.zeros((0, env.scene.action_dim)), film=film)
+
+    def _go(self, slot: int, go: Go) -> Went:
+        env = self._envs[slot]
+        seen: list[Seen] = []
+        done: list[np.ndarray] = []
+        film: list[np.ndarray] = []
+        steps = go.actions if isinstance(go.actions, int) else len(go.actions)
+        ending: Ending = "goes on"
+        truncated = False
+        for step in range(steps):
+            action = self._scripts[slot]() if isinstance(go.actions, int) else go.actions[step]
+            executed, ending, truncated = env.act(action)
+            done.append(executed)
+            over = ending != "goes on" or truncated or step == steps - 1
+            if go.look or over:
+                seen.append(env.observe())
+            if slot in self._films:
+                film.append(env.render())
+            if over:
+                break
+        return Went(_stack(seen), np.stack(done), ending, truncated, tuple(film))
+
+
+def _stack(seen: list[Seen]) -> dict[str, np.ndarray]:
+    return {name: np.stack([each[name] for each in seen]) for name in seen[0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """Where a worker leaves pictures for its master, who must have taken them before it is told to do more."""
+
+    memory: mmap.mmap
+    cameras: Mapping[str, tuple[int, int]]
+    slots: int
+    steps: int
+    """At most so many at once for each environment."""
+
+    @staticmethod
+    def size(cameras: Mapping[str, tuple[int, int]], slots: int, steps: int) -> int:
+        """Bytes needed."""
+        return max(1, slots * steps * sum(height * width * 3 for height, width in cameras.values()))
+
+    def views(self, slot: int) -> dict[str, UInt8[np.ndarray, "steps h w 3"]]:
+        """By camera."""
+        views, offset = {}, slot * (self.size(self.cameras, 1, self.steps) if self.cameras else 0)
+        for name, (height, width) in self.cameras.items():
+            shape = (self.steps, height, width, 3)
+            views[name] = np.frombuffer(self.memory, np.uint8, int(np.prod(shape)), offset).reshape(shape)
+            offset += int(np.prod(shape))
+        return views
+
+    def leave(self, slot: int, went: Went) -> Went:
+        """Put the pictures there; what goes through the pipe."""
+        for name, view in self.views(slot).items():
+            view[: len(went.seen[name])] = went.seen[name]
+        numbers = {name: values for name, values in went.seen.items() if name not in self.cameras}
+        return dataclasses.replace(went, seen=numbers)
+
+    def take(self, slot: int, went: Went, steps: int) -> Went:
+        """With the pictures again, so many of them."""
+        pictures = {name: view[:steps].copy() for name, view in self.views(slot).items()}
+        return dataclasses.replace(went, seen={**went.seen, **pictures})
+
+
+def serve(pipe: int, memory: int) -> None:
+    """Until the pipe closes."""
+    with Connection(pipe) as connection:
+        told: dict[str, Any] = connection.recv()
+        sys.path[:] = told["path"]
+        try:
+            simulators = Simulators(told["name"], told["options"], told["slots"])
+        except UserError as error:
+            connection.send(error)
+            return
+        connection.send(simulators.scene)
+        slots, steps = connection.recv()
+        cameras = simulators.scene.cameras
+        pictures = Pictures(mmap.mmap(memory, Pictures.size(cameras, slots, steps)), cameras, slots, steps)
+        while True:
+            try:
+                slot, command = connection.recv()
+            except EOFError:
+                return
+            answer: Went | Fault | UserError
+            looks = 0
+            try:
+                answer = simulators.obey(slot, command)
+                if isinstance(answer, Went):
+                    looks = len(next(iter(answer.seen.values())))
+                    answer = pictures.leave(slot, answer)
+            except UserError as error:
+                answer = error
+            connection.send((slot, answer, looks))

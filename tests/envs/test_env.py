@@ -1,0 +1,96 @@
+"""Environments by name, and what every one of them promises."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from pistar.envs.env import EnvOptions, Scene, find_tasks, make_env
+from pistar.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("metawrld/push-v3", "There is no environment 'metawrld/push-v3'; did you mean metaworld"),
+        ("metaworld/pick-plce-v3", "metaworld has no task 'pick-plce-v3'; did you mean pick-place-v3"),
+        ("envs.toy:nothing", "Environment envs.toy:nothing cannot be had"),
+        ("no_module_of_ours:make", "Environment no_module_of_ours:make cannot be had"),
+        ("envs.toy:no_environment", "made a EnvOptions; it must make a pistar.envs.env.StartEnv"),
+    ],
+)
+def test_an_unknown_name_answers_with_the_nearest_or_the_reason(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_env(name)
+
+
+def test_every_name_stands_for_its_tasks() -> None:
+    assert find_tasks("metaworld/reach-v3") == ["metaworld/reach-v3"]
+    assert find_tasks("envs.toy:make") == ["envs.toy:make"]
+
+
+def test_it_is_a_gymnasium_environment() -> None:
+    env = make_env("envs.toy:make")
+    space: Any = gymnasium.spaces.Dict({"state": gymnasium.spaces.Box(-9, 9, (2,), np.float32)})
+    env.observation_space = space
+    check_env(env, skip_render_check=True)
+    seen, info = env.reset(options={"start_id": 105})
+    assert info == {"start_id": 105, "success": False}
+    np.testing.assert_array_equal(seen["state"], np.random.default_rng(105).uniform(-1, 1, 2).astype(np.float32))
+
+
+def test_a_drawn_start_is_one_to_learn_from() -> None:
+    env = make_env("envs.toy:make")
+    drawn = {env.reset(seed=seed)[1]["start_id"] for seed in range(50)}
+    assert drawn <= set(env.scene.train)
+    assert len(drawn) > 20
+    assert env.reset(seed=3)[1] == env.reset(seed=3)[1]
+
+
+def test_a_start_out_of_range_is_refused_with_what_there_is() -> None:
+    with pytest.raises(UserError, match=r"toy has no start state 200; to learn from there are 0 to 99, .* 100 to 199"):
+        make_env("envs.toy:make").begin(200)
+
+
+def test_nothing_is_judged_by_what_it_learns_from() -> None:
+    with pytest.raises(ValueError, match="would be judged by start states it learns from"):
+        Scene("x", "x", "x", 10, 10, (-1.0,), (1.0,), range(10), range(9, 20))
+
+
+def test_actions_are_executed_within_limits_and_told() -> None:
+    env = make_env("envs.toy:make")
+    env.begin(0)
+    executed, _, _ = env.act(np.array([1.0, -0.1]))
+    np.testing.assert_array_equal(executed, [0.2, -0.1])
+    with pytest.raises(UserError, match="An action of toy has 2 numbers"):
+        env.act(np.zeros(3))
+    with pytest.raises(ValueError, match="not finite"):
+        env.act(np.array([np.nan, 0]))
+
+
+def test_time_that_runs_out_cuts_off_and_is_no_failure() -> None:
+    env = make_env("envs.toy:make", EnvOptions(limit=3))
+    env.begin(0)
+    ends = [env.act(np.zeros(2))[1:] for _ in range(3)]
+    assert ends == [("goes on", False), ("goes on", False), ("goes on", True)]
+
+
+def test_what_was_saved_is_taken_up_again() -> None:
+    env, other = make_env("envs.toy:make"), make_env("envs.toy:make")
+    env.begin(4)
+    for _ in range(3):
+        env.act(np.array([0.05, -0.1]))
+    saved = env.save()
+    other.restore(saved)
+    for each in (env, other):
+        each.act(np.array([0.1, 0.1]))
+    np.testing.assert_array_equal(env.observe()["state"], other.observe()["state"])
+
+
+def test_what_is_not_there_says_so() -> None:
+    with pytest.raises(UserError, match="limit is 0"):
+        EnvOptions(limit=0)
+    with pytest.raises(UserError, match="image_size is 2"):
+        EnvOptions(image_size=2)

@@ -1,0 +1,138 @@
+"""Meta-World itself, not a copy of it."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from pistar.envs.behaviours import mixed
+from pistar.envs.env import EnvOptions, find_tasks, make_env
+from pistar.envs.metaworld import INSTRUCTIONS, MetaWorld
+from pistar.errors import UserError
+
+TASKS = ("pick-place-v3", "door-open-v3", "stick-push-v3")
+
+
+@pytest.fixture(scope="module")
+def arm() -> MetaWorld:
+    made = make_env("metaworld/pick-place-v3", EnvOptions(limit=200))
+    assert isinstance(made, MetaWorld)
+    return made
+
+
+def run_expert(env: MetaWorld, start_id: int, steps: int = 500) -> tuple[np.ndarray, str]:
+    """What was seen, and how it ended."""
+    env.begin(start_id)
+    seen, ending = [env.observe()["environment_state"]], "goes on"
+    for _ in range(steps):
+        _, ending, truncated = env.act(env.expert_action())
+        seen.append(env.observe()["environment_state"])
+        if ending != "goes on" or truncated:
+            break
+    return np.array(seen), ending
+
+
+def test_every_task_of_the_fifty_has_a_sentence_of_its_own() -> None:
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+    assert set(INSTRUCTIONS) == set(ALL_V3_ENVIRONMENTS)
+    assert len(set(INSTRUCTIONS.values())) == 50
+    assert find_tasks("metaworld/sweep-v3") == ["metaworld/sweep-v3"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_episode_comes_again_to_the_bit_after_others_and_elsewhere(task: str) -> None:
+    env, other = (make_env(f"metaworld/{task}") for _ in range(2))
+    assert isinstance(env, MetaWorld)
+    assert isinstance(other, MetaWorld)
+    first, _ = run_expert(env, 7, 40)
+    run_expert(env, 1_000_003, 25)
+    again, _ = run_expert(env, 7, 40)
+    elsewhere, _ = run_expert(other, 7, 40)
+    np.testing.assert_array_equal(again, first)
+    np.testing.assert_array_equal(elsewhere, first)
+
+
+def test_start_states_differ_and_are_meta_worlds_own(arm: MetaWorld) -> None:
+    firsts = []
+    for start_id in (0, 1, 1_000_000, 1_000_001):
+        arm.begin(start_id)
+        firsts.append(arm.observe()["environment_state"])
+    assert len({first.tobytes() for first in firsts}) == 4
+    for first in firsts:  # the puck's and the goal's boxes in pick-place-v3's source, and how near they may be
+        puck, goal = first[4:7], first[36:39]
+        assert (np.abs(puck[0]) <= 0.1001) & (0.599 <= puck[1] <= 0.701)
+        assert (np.abs(goal[0]) <= 0.1001) & (0.799 <= goal[1] <= 0.901) & (0.049 <= goal[2] <= 0.301)
+        assert np.linalg.norm(puck[:2] - goal[:2]) >= 0.14
+
+
+def test_the_expert_succeeds_and_success_ends_the_episode(arm: MetaWorld) -> None:
+    endings = [run_expert(arm, start_id)[1] for start_id in range(1_000_000, 1_000_008)]
+    assert endings.count("success") >= 7
+
+
+def test_an_episode_is_taken_up_again_to_the_bit(arm: MetaWorld) -> None:
+    arm.begin(3)
+    for _ in range(20):
+        arm.act(arm.expert_action())
+    saved = arm.save()
+    actions = [np.array([0.3, 0.2, -0.5, 1.0])] * 10
+    seen = []
+    for _ in range(2):
+        for action in actions:
+            arm.act(action)
+        seen.append(arm.observe()["environment_state"])
+        arm.restore(saved)
+    np.testing.assert_array_equal(seen[0], seen[1])
+
+
+def test_the_state_is_hand_object_and_goal_with_what_they_were(arm: MetaWorld) -> None:
+    arm.begin(0)
+    before = arm.observe()["environment_state"]
+    arm.act(np.array([1.0, 0, 0, 0]))
+    seen = arm.observe()
+    state, everything = seen["state"], seen["environment_state"]
+    assert state.shape == (17,)
+    assert state.dtype == np.float32
+    np.testing.assert_array_equal(state[:7], everything[:7])
+    np.testing.assert_array_equal(state[7:14], before[:7])
+    np.testing.assert_array_equal(state[14:], everything[36:])
+    assert everything[0] > before[0]
+
+
+def test_cameras_see_only_when_asked_and_the_scene() -> None:
+    env = make_env("metaworld/pick-place-v3", EnvOptions(cameras=("images/corner2", "images/topview"), image_size=48))
+    other = make_env("metaworld/pick-place-v3", EnvOptions(cameras=("images/corner2", "images/topview"), image_size=48))
+    env.begin(0)
+    other.begin(1)
+    first, second = env.observe(), other.observe()  # two in one process must not spoil each other
+    assert first["images/corner2"].shape == (48, 48, 3)
+    assert not np.array_equal(first["images/corner2"], second["images/corner2"])
+    np.testing.assert_array_equal(env.observe()["images/topview"], first["images/topview"])
+    red = first["images/topview"].astype(int)
+    assert ((red[..., 0] > 100) & (red[..., 1] < 60)).mean() > 0.05, "the Sawyer is red and in the middle"
+    top, bottom = first["images/corner2"][:10].std(), first["images/corner2"][-20:].std()
+    assert bottom > top, "there is more to see on the table than above it"
+    assert env.scene.cameras == {"images/corner2": (48, 48), "images/topview": (48, 48)}
+
+
+def test_a_camera_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Meta-World has no camera 'images/corner5'; did you mean images/corner"):
+        make_env("metaworld/pick-place-v3", EnvOptions(cameras=("images/corner5",)))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "metaworld.env_dict", None)
+    with pytest.raises(UserError, match=r"metaworld is not there .*; pip install 'pistar-rl\[metaworld\]'"):
+        make_env("metaworld/reach-v3")
+
+
+def test_the_mixed_expert_is_the_expert_in_a_quarter_of_its_segments(arm: MetaWorld) -> None:
+    arm.begin(0)
+    act = mixed(arm, np.random.default_rng(0), noise=0.0)
+    alike = [np.array_equal(act(), arm.expert_action()) for _ in range(3000)]
+    # A quarter, and of the rest another quarter: with nothing in the gripper the expert does not look at the goal.
+    assert abs(np.mean(alike) - 0.4375) < 0.05
+    runs = np.diff(np.flatnonzero(np.diff([0, *map(int, alike), 0])))[::2]
+    assert runs.min() >= 1
+    assert runs.max() > 6
