@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench setup lock clean
+.PHONY: demo test lint bench setup graphics lock clean
 
 setup: .venv/ready
 
@@ -11,11 +11,22 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(MAKE) --no-print-directory graphics
 	touch $@
 
+# What simulators draw with where there is no screen. Only missing on bare machines; asked for only as root.
+graphics:
+	@if ! ldconfig -p | grep -q libEGL.so.1 || ! ldconfig -p | grep -q libGL.so.1 || ! ldconfig -p | grep -q libgthread-2.0.so.0; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+				libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libglib2.0-0 libosmesa6 > /dev/null; \
+		else \
+			echo "note: simulators need libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libglib2.0-0 to draw; ask for them"; \
+		fi; \
+	fi
+
 demo: setup
-	rm -rf demo/checkpoint
-	$(BIN)/pistar demo tests/fixtures/openpi/openpi_ckpt_pi0_tiny.tar.gz --robot aloha --action-horizon 10 --tokenizer tiny --out demo
+	$(BIN)/pistar demo --out demo
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term
@@ -30,6 +41,7 @@ bench: setup
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/second_start.py
+	$(BIN)/python benchmarks/rollouts.py
 	$(BIN)/python benchmarks/scaling.py
 
 # The versions everybody tests with. Without index addresses: whose they are is the machine's business.

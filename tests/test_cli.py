@@ -88,7 +88,12 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
 ) -> None:
     """What the loop does with it is tested with the loop."""
     asked: list[tuple[RLTrainConfig, dict[str, bool]]] = []
-    monkeypatch.setattr(offline, "train", lambda config, _, **options: asked.append((config, options)))
+
+    def train(config: RLTrainConfig, _: object, **options: bool) -> Path:
+        asked.append((config, options))
+        return Path(str(config.steps))
+
+    monkeypatch.setattr(offline, "train", train)
     settings = tmp_path / "mine.yaml"
     settings.write_text("seed: 3\nbatch_size: 16\npolicy_optimizer: {schedule: {peak_lr: 3e-3}}\n")
     cli.main(["train", "debug", "--config", str(settings), "--batch-size", "24", "--resume", "--exp-name", "towel"])
@@ -102,6 +107,9 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
     adapted = asked[1][0]
     assert adapted.model == dataclasses.replace(MODELS["pi0_lora"], action_horizon=20)
     assert adapted.algorithm.ema_decay is None
+    monkeypatch.setattr(offline, "train", lambda *_, **__: Path("7"))
+    with pytest.raises(SystemExit, match="75"):  # asked to stop at step 7, which a script may want to know
+        cli.main(["train", "debug"])
     capsys.readouterr()
 
 

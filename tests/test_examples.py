@@ -29,6 +29,10 @@ def test_q_chunk_batches(tmp_path: Path) -> None:
     assert "step 2: actions (8, 50, 32)" in out
 
 
+def test_your_own_simulator() -> None:
+    assert "8 of 8 episodes succeeded" in run("examples/your_own_simulator.py")
+
+
 def test_prefix_sharing_ends_in_a_json_line_and_keeps_its_promises() -> None:
     result = json.loads(run("benchmarks/prefix_sharing.py").splitlines()[-1])
     assert result["speedup_n8"] > 2  # 4 and more on a quiet machine

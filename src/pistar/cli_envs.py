@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from pistar.data.words import counted
 from pistar.errors import UserError
@@ -33,6 +33,7 @@ def evaluate(
     execute: int | None = None,
     seed: int = 0,
     limit: int | None = None,
+    shadows: bool = False,
     environments: int = 16,
     workers: int | None = None,
     out: Path = Path("evaluation.json"),
@@ -58,6 +59,7 @@ def evaluate(
         execute: Actions of a chunk before the policy looks again; as the benchmark's clients do if left out.
         seed: Of the policy's noise, which is made of it, the start state and the step.
         limit: Steps of an episode; the benchmark's own if left out.
+        shadows: Render them, which takes several times as long; OpenPI's own clients do for ALOHA.
         environments: Side by side; one call of the policy serves all.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
         out: JSON of everything, episode by episode.
@@ -81,6 +83,7 @@ def evaluate(
         raise UserError(f"--save-dataset {save_dataset} exists already; datasets are never written over.")
     if against is not None and not against.exists():
         raise UserError(f"--against {against} does not exist; name a checkpoint or a JSON file of pistar eval.")
+    second = load_evaluation(against) if against is not None and against.suffix == ".json" else None
     use_compilation_cache()
 
     def player(path: Path, best: int) -> "Player":
@@ -89,20 +92,18 @@ def evaluate(
         judge = load_judge(path) if best > 1 else None
         return Player(lambda count: Actor(policy, count, seed, best, judge), policy.robot, policy.config.action_horizon)
 
-    setting = Setting(
-        env, episodes, starts, execute, environments, workers, EnvOptions(limit=limit), seed=seed, films=video
-    )
+    options = EnvOptions(limit=limit, shadows=shadows)
+    setting = Setting(env, episodes, starts, execute, environments, workers, options, seed=seed, films=video)
     first = _evaluate(checkpoint, player(checkpoint, best_of), setting, weights, best_of, errors, save_dataset, out)
     first.save(out)
-    table = Table("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
+    heads = ("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
+    table = Table(*(Column(head, overflow="fold") for head in heads))  # a name that is cut off may be another's too
     _rows(table, _label(checkpoint), first)
-    second = None
-    if against is not None:
-        if against.suffix == ".json":
-            second = load_evaluation(against)
-        else:
-            second = _evaluate(against, player(against, 1), setting, weights, 1, errors, None, out)
-            second.save(out.with_name(f"{out.stem}_against.json"))
+    if against is not None and second is None:
+        beside = out.with_name(f"{out.stem}_against.json")
+        second = _evaluate(against, player(against, 1), setting, weights, 1, errors, None, beside)
+        second.save(beside)
+    if second is not None:
         _rows(table, _label(second.checkpoint), second)
     console.print(table)
     _tell(first, console)
@@ -131,6 +132,7 @@ def collect(
     limit: int | None = None,
     cameras: tuple[str, ...] | None = None,
     image_size: int = 224,
+    shadows: bool = False,
     environments: int = 16,
     workers: int | None = None,
 ) -> None:
@@ -149,6 +151,7 @@ def collect(
         limit: Steps of an episode; the benchmark's own if left out.
         cameras: What to record besides numbers, as images/corner2; what the robot's policies need if left out.
         image_size: Of what they see.
+        shadows: Render them, which takes several times as long.
         environments: Side by side.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
     """
@@ -170,7 +173,7 @@ def collect(
     tasks = find_tasks(env)
     if out.exists():
         raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
-    options = EnvOptions(cameras=cameras, image_size=image_size, limit=limit)
+    options = EnvOptions(cameras=cameras, image_size=image_size, shadows=shadows, limit=limit)
     setting = Setting(env, episodes, starts, None, environments, workers, options, seed)
     if policy is not None:
         use_compilation_cache()

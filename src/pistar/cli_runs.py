@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from pistar.training.config import RLTrainConfig
 
 
+STOPPED = 75
+"""Exit code of a run that was asked to stop before its end, for scripts that start it again. Unix's "try again"."""
+
+
 def _run_parser(command: str, description: str) -> argparse.ArgumentParser:
     """Of a command that takes a training preset."""
     from pistar.presets import list_configs
@@ -80,8 +84,8 @@ def train(args: Sequence[str]) -> None:
     from pistar.training import hosts, offline
 
     if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
-        Console(stderr=True).print("waiting for the other hosts …", highlight=False)
-        hosts.join_hosts(options.coordinator, options.hosts, options.host)
+        say = Console(stderr=True, soft_wrap=True, highlight=False).print
+        hosts.join_hosts(options.coordinator, options.hosts, options.host, say=say)
     leader = hosts.is_leader()
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
     with hosts.lost_hosts_named():
@@ -96,6 +100,8 @@ def train(args: Sequence[str]) -> None:
     hosts.part()
     if saved is not None and leader:
         Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
+    if not options.dry_run and (saved is None or int(saved.name) < config.steps):
+        sys.exit(STOPPED)
 
 
 def plan(args: Sequence[str]) -> None:
@@ -121,17 +127,23 @@ def plan(args: Sequence[str]) -> None:
     use_compilation_cache()
     memory = options.device_memory * 1e9
     waiting = Console(stderr=True, soft_wrap=True, highlight=False)
-    with waiting.status("compiling the update: a minute or two at full size …") as status:
+    with waiting.status(compiling := "compiling the update: a minute or two at full size …") as status:
+
+        def say(words: str) -> None:
+            status.update(words)
+            if not waiting.is_terminal:
+                waiting.print(words, markup=False)
+
+        say(compiling)
         first = make_plan(config, make_mesh(config.fsdp_devices))
         remedy = None
         if not first.fits(memory):
             remedy = find_remedy(
                 config,
-                first,
                 memory,
                 lambda c: make_mesh(c.fsdp_devices),
                 with_lora,
-                say=lambda words: status.update(f"it does not fit; {words} …"),
+                say=lambda words: say(f"it does not fit; {words} …"),
             )
     plans = {"as it is": first} | ({} if remedy is None else {" ".join(remedy.options): remedy.plan})
 
@@ -162,8 +174,9 @@ def plan(args: Sequence[str]) -> None:
         console.print(f"It fits into {options.device_memory:g} GB.")
     elif remedy is not None:
         console.print(f"It does not fit into {options.device_memory:g} GB. This does:", highlight=False)
+        instead = [option.split()[0] for option in remedy.options if " " in option]
         console.print(
-            f"  pistar train {shlex.join(_without(args, '--devices', '--device-memory', '--out'))} "
+            f"  pistar train {shlex.join(_without(args, '--devices', '--device-memory', '--out', *instead))} "
             f"{' '.join(remedy.options)}",
             markup=False,
         )

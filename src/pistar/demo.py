@@ -1,81 +1,287 @@
-"""`pistar demo`: what works so far, end to end, on one checkpoint.
+"""`pistar demo`: the whole road on one's own machine, in minutes.
 
-Load it, sample several action chunks from one look at an observation, draw them, and write the checkpoint anew in the
-layout OpenPI serves, with a contract; then read that back and compare every bit.
+A simulated arm, demonstrations three quarters of which are spoilt, a small π₀ that imitates them, and ACRLPD, which
+finds out what of them was good. Every step is what the commands do; a killed demo goes on where it was.
 """
 
+import dataclasses
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageDraw
 from rich.console import Console
+from rich.table import Table
 
-from pistar.data.norm_stats import load_norm_stats
-from pistar.data.robots import example_observation
+from pistar.config import AcrlpdConfig
+from pistar.data.robots import find_robot
+from pistar.envs.env import EnvOptions
+from pistar.envs.rollout import Rollout, roll_out
+from pistar.envs.vector import Environments
+from pistar.envs.worker import Script
 from pistar.errors import UserError
-from pistar.models.inspect import ModelType
-from pistar.report.charts import small_multiples
-from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
-from pistar.training.policy import agree_contract, load_policy
+from pistar.presets import get_config
+from pistar.report.charts import success_chart
+from pistar.report.video import write_video
+from pistar.training import offline
+from pistar.training.acting import Actor
+from pistar.training.config import RLTrainConfig
+from pistar.training.counting import wilson
+from pistar.training.evaluation import (
+    Evaluation,
+    Player,
+    Setting,
+    compare,
+    dataset_writer,
+    evaluate,
+    load_evaluation,
+    pooled,
+    run_task,
+)
+from pistar.training.metrics import read_metrics
+from pistar.training.optimizers import CosineSchedule
+from pistar.training.policy import load_policy
+from pistar.training.saving import saved_steps
+from pistar.training.verify import verify
 
-CANDIDATES = 8
-PROMPT = "fold the towel"
+ENV = "metaworld/pick-place-v3"
+LIMIT = 200
+SPOILT, NOISE = 0.75, 0.1
 
 
-def run(
-    checkpoint: Path,
-    *,
-    robot: str | None,
-    tokenizer: str | None,
-    asset_id: str | None,
-    action_horizon: int | None,
-    prompt_format: ModelType | None,
-    out: Path,
-    console: Console,
-) -> None:
-    """The demo, told step by step."""
-    written = out / "checkpoint" / "0"
-    if written.exists():
-        raise UserError(f"{written} exists already; delete {out} or choose another folder with --out.")
-    told: dict[str, Any] = {
-        "robot": robot,
-        "tokenizer": tokenizer,
-        "asset_id": asset_id,
-        "action_horizon": action_horizon,
-        "prompt_format": prompt_format,
-    }
-    with open_checkpoint(checkpoint) as opened:
-        contract, _ = agree_contract(opened, **told)
-        stats = {name: load_norm_stats(path) for name, path in opened.norm_stats.items()}
-    policy = load_policy(checkpoint, **told)
-    params = read_params(checkpoint)
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How much of everything. Chosen on seed 0."""
+
+    demonstrations: int = 200
+    tasks: int = 100
+    """Start states the policies are judged by, and none of them has seen."""
+    imitated: int = 2_000
+    """Updates of BC, from which ACRLPD goes on."""
+    critic: int = 2_000
+    """Updates of the critic before it is believed."""
+    improved: int = 2_500
+    """Updates of the policy by what the critic says."""
+    batch: int = 128
+
+
+QUICK = Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16)
+"""Shows that everything runs, and nothing else."""
+
+NAMES = {"bc": "BC, where ACRLPD begins", "successes": "BC on successes", "acrlpd": "ACRLPD"}
+
+
+def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
+    """All of it."""
+    began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    count = sum(p.size for p in params.values())
-    console.print(
-        f"Loaded {checkpoint.name}: {policy.config.model_type}, {count:,} parameters, as a policy for {contract.robot}."
-    )
+    data = out / "dataset"
+    with _stage("collecting demonstrations", console):
+        won = _collect(data, seed, budget, console)
+    console.print(f"{budget.demonstrations} demonstrations in {data}, LeRobot v3.0{won}.")
 
-    write_checkpoint(out / "checkpoint", 0, params, stats, contract)
-    again = read_params(written)
-    if not all(np.array_equal(params[name], again[name]) for name in params.keys() | again.keys()):
-        raise AssertionError("the checkpoint we wrote is not the one we read")
-    console.print(f"Wrote the policy anew with its contract, {len(again)} arrays equal to the bit: {written}")
+    checkpoints: dict[str, Path] = {}
+    for name, config in _runs(out, data, seed, budget).items():
+        if name == "acrlpd":
+            config = dataclasses.replace(config, checkpoint=str(checkpoints["bc"]))
+        with _stage(f"training {NAMES[name]}", console):
+            checkpoints[name] = _train(config, console)
 
-    observation = example_observation(contract.find_robot(), PROMPT)
-    noise = policy.draw_noise(0, 1, CANDIDATES)
-    first = time.perf_counter()
-    with console.status(f'compiling the sampler for {CANDIDATES} candidates, prompt "{PROMPT}"'):
-        policy.act([observation], noise)
-    warm = time.perf_counter()
-    (chunks,) = policy.act([observation], noise)
+    evaluations = {}
+    for name, checkpoint in checkpoints.items():
+        with _stage(f"judging {NAMES[name]} on {budget.tasks} start states nobody has seen", console):
+            evaluations[name] = _judge(checkpoint, out / f"{name}.json", seed, budget, console)
+
+    console.print(_table(evaluations))
+    pairs = compare(evaluations["acrlpd"], evaluations["successes"])
     console.print(
-        f"Sampled {CANDIDATES} chunks of {chunks.shape[1]} actions in {time.perf_counter() - warm:.3f} s "
-        f"from one look at a test card (compiled in {warm - first:.1f} s)."
+        f"ACRLPD against BC on successes, start state by start state: {pairs.only_first} only by ACRLPD, "
+        f"{pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
     )
-    picture = out / "actions.svg"
-    panels = {f"action {i}": chunks[:, :, i] for i in range(chunks.shape[2])}
-    title = f"{CANDIDATES} action chunks for one test observation, in the robot's units ({checkpoint.name})"
-    picture.write_text(small_multiples(panels, title=title), encoding="utf-8")
-    console.print(f"Drew them: {picture}")
-    console.print(f"Next: pistar verify {written}")
+    curves = read_metrics(out / "runs" / "acrlpd" / "metrics.jsonl")
+    picture = out / "result.svg"
+    counts = {NAMES[name]: pooled(each.results) for name, each in evaluations.items()}
+    picture.write_text(
+        success_chart(
+            {name: (won, of, *wilson(won, of)) for name, (won, of) in counts.items()},
+            {name: _curve(curves, name) for name in ("critic_loss", "q_mean", "actor_loss", "ess")},
+            title=f"{ENV}: successes of {budget.tasks}, and how ACRLPD learnt",
+        ),
+        encoding="utf-8",
+    )
+    console.print(f"Drew {picture}")
+    film = _film(checkpoints, evaluations, out, seed)
+    console.print(f"Filmed {film}" if film else "No start state where BC fails and ACRLPD succeeds, so no film.")
+    best = checkpoints["acrlpd"]
+    if problems := verify(best).problems:
+        raise AssertionError(f"the demo's own checkpoint is not sound: {problems}")
+    console.print(f"{best} is an OpenPI checkpoint (pistar verify finds it whole and sound).")
+    console.print(f"Took {(time.monotonic() - began) / 60:.1f} minutes.")
+
+
+@contextmanager
+def _stage(what: str, console: Console) -> Iterator[None]:
+    since = time.monotonic()
+    console.rule(f"[bold]{what}", align="left")
+    yield
+    console.print(f"({time.monotonic() - since:.0f} s)")
+
+
+def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
+    """What is trained: imitation of everything and of successes, as long as ACRLPD's policy, and ACRLPD."""
+    total = budget.imitated + budget.improved
+    bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
+
+    def shaped(config: RLTrainConfig, name: str, steps: int, policy: int, *, successes: bool = False) -> RLTrainConfig:
+        def over(updates: int, peak: float) -> CosineSchedule:
+            return CosineSchedule(min(100, updates // 10), peak, updates, peak / 10)
+
+        settings = dataclasses.replace(config.data, datasets=(str(data),), held_out=0.05, only_successes=successes)
+        return dataclasses.replace(
+            config,
+            exp_name=name,
+            data=settings,
+            runs=out / "runs",
+            steps=steps,
+            batch_size=budget.batch,
+            policy_optimizer=dataclasses.replace(
+                config.policy_optimizer, schedule=over(policy, config.policy_optimizer.schedule.peak_lr)
+            ),
+            critic_optimizer=dataclasses.replace(
+                config.critic_optimizer, schedule=over(steps, config.critic_optimizer.schedule.peak_lr)
+            ),
+            save_every=steps,
+            audit_every=0,
+            log_every=max(10, steps // 30 // 10 * 10),
+            seed=seed,
+        )
+
+    assert isinstance(rl.algorithm, AcrlpdConfig)
+    warmed = dataclasses.replace(rl, algorithm=dataclasses.replace(rl.algorithm, critic_warmup=budget.critic))
+    return {
+        "bc": shaped(bc, "bc", budget.imitated, budget.imitated),
+        "successes": shaped(bc, "successes", total, total, successes=True),
+        "acrlpd": shaped(warmed, "acrlpd", budget.critic + budget.improved, budget.improved),
+    }
+
+
+def _collect(data: Path, seed: int, budget: Budget, console: Console) -> str:
+    """Through the scripted expert, three quarters of whose segments are spoilt. How many succeeded, in words."""
+    if data.exists():
+        return ", from before"
+    script = Script("pistar.envs.behaviours:mixed", {"noise": NOISE, "spoilt": SPOILT}, seed)
+    setting = Setting(ENV, budget.demonstrations, "train", options=EnvOptions(limit=LIMIT), seed=seed)
+    won = 0
+    with _counted(console, "demonstrations") as count:
+        rollouts = run_task(ENV, setting, Player(script, None, 1), record=True)
+        scene, total, first = next(rollouts)
+        with dataset_writer(data, scene, find_robot(scene.robot)) as writer:
+            for rollout in (first, *(each for _, _, each in rollouts)):
+                if rollout.episode is None:
+                    raise UserError(f"The simulator failed: {rollout.faults[-1].detail}; try again.")
+                writer.add(rollout.episode)
+                won += rollout.episode.success
+                count(total, rollout)
+    return f", {won} of them successful"
+
+
+def _train(config: RLTrainConfig, console: Console) -> Path:
+    """Or what an earlier demo trained."""
+    done = saved_steps(config.folder / "checkpoints")
+    if done and done[-1] == config.steps:
+        console.print("done before")
+        return config.folder / "checkpoints" / str(config.steps)
+    checkpoint = offline.train(config, console, overwrite=True)
+    if checkpoint is None or int(checkpoint.name) < config.steps:
+        raise UserError("Stopped; the same command goes on.")
+    return checkpoint
+
+
+def _player(checkpoint: Path, seed: int) -> Player:
+    policy = load_policy(checkpoint)
+    return Player(lambda count: Actor(policy, count, seed), policy.robot, policy.config.action_horizon)
+
+
+def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Console) -> Evaluation:
+    if path.exists():
+        console.print("done before")
+        return load_evaluation(path)
+    setting = Setting(ENV, budget.tasks, "held-out", options=EnvOptions(limit=LIMIT), seed=seed)
+    with _counted(console, "episodes") as count:
+        found = evaluate(
+            setting,
+            _player(checkpoint, seed),
+            checkpoint=str(checkpoint),
+            weights="serving",
+            each=lambda _, total, rollout: count(total, rollout),
+        )
+    found.save(path)
+    return found
+
+
+@contextmanager
+def _counted(console: Console, what: str) -> Iterator[Callable[[int, Rollout], None]]:
+    """Progress of episodes."""
+    done = won = 0
+    since = time.monotonic()
+    with console.status(f"building the simulators ({what}) …") as status:
+
+        def count(total: int, rollout: Rollout) -> None:
+            nonlocal done, won
+            done, won = done + 1, won + (rollout.episode is not None and rollout.episode.success)
+            left = (time.monotonic() - since) / done * (total - done)
+            told = f"{done} of {total} {what}, {won} succeeded, {left:.0f} s left"
+            status.update(told)
+            if not console.is_terminal and done % max(1, total // 4) == 0:
+                console.print(told)
+
+        yield count
+
+
+def _table(evaluations: dict[str, Evaluation]) -> Table:
+    table = Table("", "succeeded", "rate", "95 %", title=f"{ENV}, held-out start states")
+    for name, evaluation in evaluations.items():
+        won, of = pooled(evaluation.results)
+        low, high = wilson(won, of)
+        table.add_row(NAMES[name], f"{won}/{of}", f"{won / of:.0%}", f"{low:.0%} to {high:.0%}")
+    return table
+
+
+def _curve(metrics: list[dict[str, Any]], name: str) -> np.ndarray:
+    """One line; where the run did not measure it, nothing."""
+    points = [line[name] for line in metrics if name in line]
+    return np.array([points or [np.nan]], np.float64)
+
+
+def _film(checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out: Path, seed: int) -> Path | None:
+    """Both policies from one start state where imitation fails and π* succeeds, side by side."""
+    (lost,), (gained,) = (evaluations[name].results for name in ("bc", "acrlpd"))
+    starts = [
+        before.start_id
+        for before, after in zip(lost.trials, gained.trials, strict=True)
+        if before.success is False and after.success
+    ]
+    if not starts:
+        return None
+    films = []
+    with Environments(ENV, EnvOptions(limit=LIMIT), count=1, workers=1) as envs:
+        for name in ("bc", "acrlpd"):
+            player = _player(checkpoints[name], seed)
+            assert not isinstance(player.act, Script)
+            (rollout,) = roll_out(envs, starts[:1], player.act(1), execute=player.horizon, films=1)
+            films.append([_captioned(frame, NAMES[name].partition(",")[0]) for frame in rollout.film])
+    length = max(map(len, films))
+    frames = [np.concatenate([film[min(i, len(film) - 1)] for film in films], axis=1) for i in range(length)]
+    path = out / "bc_and_acrlpd.mp4"
+    write_video(path, frames, envs.scene.fps)
+    return path
+
+
+def _captioned(frame: UInt8[np.ndarray, "h w 3"], text: str) -> UInt8[np.ndarray, "h w 3"]:
+    picture = Image.fromarray(frame)
+    ImageDraw.Draw(picture).text((6, 4), text, fill=(20, 20, 20), font_size=16)
+    return np.asarray(picture)

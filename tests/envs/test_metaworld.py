@@ -7,7 +7,7 @@ import pytest
 
 from pistar.envs.behaviours import mixed
 from pistar.envs.env import EnvOptions, find_tasks, make_env
-from pistar.envs.metaworld import INSTRUCTIONS, MetaWorld
+from pistar.envs.metaworld import INSTRUCTIONS, MetaWorld, touching
 from pistar.errors import UserError
 
 TASKS = ("pick-place-v3", "door-open-v3", "stick-push-v3")
@@ -69,6 +69,19 @@ def test_start_states_differ_and_are_meta_worlds_own(arm: MetaWorld) -> None:
 def test_the_expert_succeeds_and_success_ends_the_episode(arm: MetaWorld) -> None:
     endings = [run_expert(arm, start_id)[1] for start_id in range(1_000_000, 1_000_008)]
     assert endings.count("success") >= 7
+
+
+def test_touching_is_what_meta_world_calls_so(arm: MetaWorld) -> None:
+    sim = arm._sim
+    arm.begin(1_000_000)
+    seen = set()
+    for _ in range(80):
+        arm.act(arm.expert_action())
+        for geom in {sim._get_id_main_object(), *sim.data.contact.geom.ravel().tolist()}:
+            theirs = type(sim).touching_object(sim, geom)
+            assert touching(sim, geom) == sim.touching_object(geom) == theirs
+            seen.add(bool(theirs))
+    assert seen == {True, False}
 
 
 def test_an_episode_is_taken_up_again_to_the_bit(arm: MetaWorld) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pistar.cli_runs import STOPPED
 from pistar.errors import UserError
 from pistar.training.hosts import join_hosts
 from pistar.training.metrics import read_metrics
@@ -45,10 +46,10 @@ def start(folder: Path, hosts: int, *flags: str, **changes: object) -> "list[sub
     ]
 
 
-def finish(processes: "list[subprocess.Popen[str]]") -> list[str]:
-    """What each said; all must have ended well."""
+def finish(processes: "list[subprocess.Popen[str]]", code: int = 0) -> list[str]:
+    """What each said; all must have ended with this code."""
     said = [process.communicate(timeout=600)[1] for process in processes]
-    if any(process.returncode for process in processes):
+    if any(process.returncode != code for process in processes):
         pytest.fail("\n\n".join(f"host {host} said: {text[-3000:]}" for host, text in enumerate(said)), pytrace=False)
     return said
 
@@ -102,7 +103,7 @@ def test_a_stop_of_one_host_reaches_the_other_and_both_save(tmp_path: Path, monk
     while not read_metrics(folder / "metrics.jsonl") and all(process.poll() is None for process in processes):
         time.sleep(0.02)
     processes[1].send_signal(signal.SIGTERM)
-    said = finish(processes)
+    said = finish(processes, code=STOPPED)
     assert "Stopped on request at step" in said[0]
     (step,) = saved_steps(folder / "checkpoints")
     assert 2 <= step < 1000

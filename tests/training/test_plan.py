@@ -127,7 +127,7 @@ def remedy_for(memory: float, **changes: object) -> tuple[tuple[str, ...], Plan]
     config = dataclasses.replace(get_config("rl_fold_box"), **changes)  # type: ignore[arg-type]
     first = planning.make_plan(config, make_mesh())
     assert not first.fits(memory * 1e9)
-    found = find_remedy(config, first, memory * 1e9, lambda _: make_mesh(), with_lora)
+    found = find_remedy(config, memory * 1e9, lambda _: make_mesh(), with_lora)
     return None if found is None else (found.options, found.plan)
 
 
@@ -161,7 +161,12 @@ def test_where_nothing_helps_nothing_is_named(linear: list[RLTrainConfig]) -> No
 def test_named_options_are_ones_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lever of the ladder, as the command reads it, gives the config that was planned."""
     asked: list[RLTrainConfig] = []
-    monkeypatch.setattr("pistar.training.offline.train", lambda config, *_, **__: asked.append(config))
+
+    def train(config: RLTrainConfig, *_: object, **__: object) -> Path:
+        asked.append(config)
+        return Path(str(config.steps))
+
+    monkeypatch.setattr("pistar.training.offline.train", train)
     preset = get_config("rl_fold_box")
     start = dataclasses.replace(
         preset, fsdp_devices=4, model=dataclasses.replace(preset.model, remat="dots", freeze=("vlm",))

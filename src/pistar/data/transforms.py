@@ -165,6 +165,8 @@ def resize_with_pad(images: UInt8[np.ndarray, "*b _ _ 3"], height: int, width: i
     new_height, new_width = int(images.shape[-3] / ratio), int(images.shape[-2] / ratio)
     top, left = (height - new_height) // 2, (width - new_width) // 2
     out = np.zeros((*images.shape[:-3], height, width, 3), np.uint8)
+    if not images.any():
+        return out  # black stays black: the cameras a robot has not
     for index in np.ndindex(images.shape[:-3]):
         resized = Image.fromarray(images[index]).resize((new_width, new_height), Image.Resampling.BILINEAR)
         out[(*index, slice(top, top + new_height), slice(left, left + new_width))] = np.asarray(resized)

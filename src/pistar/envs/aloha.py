@@ -67,7 +67,7 @@ def _scene(task: str, options: EnvOptions) -> Scene:
     names = ("images/cam_high",) if options.cameras is None else options.cameras
     for name in names:
         if name not in CAMERAS:
-            raise UserError(f"aloha/{task} has no camera {name!r}; {nearest(name, CAMERAS)}.")
+            raise UserError(f"aloha/{task} has no camera {name!r}; {nearest(name, CAMERAS)}")
     # OpenPI's client renders 640×480 and shrinks that to the model's width, which then pads. Rendered at that width
     # in the first place it is the same view, cheaper, with edges that are slightly harder.
     size = (options.image_size * 3 // 4, options.image_size)

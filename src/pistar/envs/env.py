@@ -9,6 +9,8 @@ import abc
 import dataclasses
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -210,6 +212,8 @@ def _family(name: str) -> tuple[Family, str]:
     first, _, task = name.partition("/")
     if ":" in name:  # one's own: a module and what in it makes an environment
         module, _, maker = name.partition(":")
+        if os.getcwd() not in sys.path:  # a script's own folder would be there, that of an installed command is another
+            sys.path.append(os.getcwd())
         try:
             return cast(Family, _Own(getattr(importlib.import_module(module), maker), name)), name
         except (ImportError, AttributeError) as error:
@@ -217,7 +221,9 @@ def _family(name: str) -> tuple[Family, str]:
                 f"Environment {name} cannot be had ({error}); it must be module:function of something importable."
             ) from error
     if first not in FAMILIES:
-        raise UserError(f"There is no environment {name!r}; {nearest(first, FAMILIES)}, as in metaworld/pick-place-v3.")
+        raise UserError(
+            f"There is no environment {name!r}, as metaworld/pick-place-v3 is one; {nearest(first, FAMILIES)}"
+        )
     return cast(Family, importlib.import_module(FAMILIES[first])), task
 
 
@@ -245,7 +251,7 @@ def find_tasks(name: str) -> list[str]:
     known = family.tasks()
     if task not in known:
         first = name.partition("/")[0]
-        raise UserError(f"{first} has no task {task!r}; {nearest(task, known)}.")
+        raise UserError(f"{first} has no task {task!r}; {nearest(task, known)}")
     prefix = name[: len(name) - len(task)]
     return [f"{prefix}{each}" for each in known[task]]
 
@@ -262,7 +268,7 @@ def make_env(name: str, options: EnvOptions = EnvOptions()) -> StartEnv:  # noqa
 def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
     """A remedy for a misspelt name."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(list(known)[:12])}"
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(list(known)[:12])}."
 
 
 def missing(package: str, extra: str, error: ImportError) -> UserError:

@@ -67,7 +67,7 @@ def make(task: str, options: EnvOptions) -> "Libero":
     cameras = tuple(CAMERAS) if options.cameras is None else options.cameras
     for camera in cameras:
         if camera not in CAMERAS:
-            raise UserError(f"libero has no camera {camera!r}; {nearest(camera, CAMERAS)}.")
+            raise UserError(f"libero has no camera {camera!r}; {nearest(camera, CAMERAS)}")
     with _quiet(), _seeded():
         benchmark, control_env = _import_libero()
         suite = benchmark.get_benchmark(f"libero_{suite_name}")()

@@ -113,6 +113,7 @@ class MetaWorld(StartEnv):
         kinds, experts = _simulator()
         self._sim = kinds[task]()
         self._sim.max_path_length = self.scene.limit
+        self._sim.touching_object = functools.partial(touching, self._sim)
         self._expert = experts[task]()
         self._start_vector = functools.lru_cache(maxsize=1000)(self._draw_start)
         self._now = np.zeros(39)
@@ -172,11 +173,20 @@ class MetaWorld(StartEnv):
         return action
 
 
+def touching(sim: Any, geom: int) -> bool:  # noqa: ANN401  # Meta-World has no types
+    """Whether both fingers press on it: what Meta-World asks after every step, without its loops over contacts, which
+    cost a third of the step."""
+    contacts = sim.data.contact
+    pressed = (contacts.geom == geom).any(axis=1)
+    pads = [(contacts.geom == sim.data.geom(pad).id).any(axis=1) for pad in ("leftpad_geom", "rightpad_geom")]
+    return all(sim.data.efc_force[contacts.efc_address[pad & pressed]].sum() > 0 for pad in pads)
+
+
 def _cameras(options: EnvOptions) -> tuple[str, ...]:
     known = [f"images/{name}" for name in CAMERAS]
     for name in options.cameras or ():
         if name not in known:
-            raise UserError(f"Meta-World has no camera {name!r}; {nearest(name, known)}.")
+            raise UserError(f"Meta-World has no camera {name!r}; {nearest(name, known)}")
     return options.cameras or ()
 
 

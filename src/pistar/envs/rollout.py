@@ -115,6 +115,7 @@ def roll_out(
     pending = collections.deque(_Running(index, start_id) for index, start_id in enumerate(starts))
     running: dict[int, _Running] = {}
     finished: dict[int, Rollout] = {}
+    script = actor if isinstance(actor, Script) else None
     told = 0
 
     def settle(answers: dict[int, Went | Fault]) -> None:
@@ -138,17 +139,16 @@ def roll_out(
         for slot in range(environments.count):
             if slot not in running and pending:
                 running[slot] = pending.popleft()
-        script = actor if isinstance(actor, Script) else None
         begins = {
             slot: Begin(one.start_id, script, film=one.index < films) for slot, one in running.items() if not one.begun
         }
-        settle(_timed(environments, begins, clock))
         acting = {slot: one for slot, one in running.items() if one.begun}
         if script is None:
             gos = _ask(acting, actor, scene.instruction, execute, clock, record)  # type: ignore[arg-type]  # no script
         else:
             gos = {slot: Go(environments.chunk, record) for slot in acting}
-        settle(_timed(environments, gos, clock))
+        # Together: nobody waits for somebody else's beginning, which may take as long as many steps.
+        settle(_timed(environments, {**begins, **gos}, clock))
         while told in finished:
             yield finished.pop(told)
             told += 1
@@ -174,11 +174,9 @@ def _ask(
     return {slot: Go(chunk[:execute], record) for slot, chunk in zip(acting, chunks, strict=True)}
 
 
-def _timed(
-    environments: Environments, commands: dict[int, Begin] | dict[int, Go], clock: Clock
-) -> dict[int, Went | Fault]:
+def _timed(environments: Environments, commands: dict[int, Begin | Go], clock: Clock) -> dict[int, Went | Fault]:
     since = time.perf_counter()
-    answers = environments.do(commands) if commands else {}
+    answers = environments.do(commands)
     clock.simulators += time.perf_counter() - since
     clock.steps += sum(len(answer.actions) for answer in answers.values() if isinstance(answer, Went))
     return answers

@@ -72,6 +72,46 @@ def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: s
     return _svg(width, height, title, drawn)
 
 
+def success_chart(
+    bars: Mapping[str, tuple[int, int, float, float]],
+    curves: Mapping[str, Float[np.ndarray, "lines points"]],
+    *,
+    title: str,
+) -> str:
+    """How often each succeeded: (successes, of, low, high) by name, the interval drawn; below, curves of a training."""
+    label, bar, row = 190, 430, 34
+    drawn = []
+    for i, (name, (won, of, low, high)) in enumerate(bars.items()):
+        y = 56 + row * i
+        rate, middle = won / max(of, 1), y + 11
+        drawn += [
+            f'<text x="{label - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>',
+            f'<rect x="{label}" y="{y}" width="{bar}" height="22" fill="#f0f0f0"/>',
+            f'<rect x="{label}" y="{y}" width="{bar * rate:.1f}" height="22" fill="{COLOURS[i % len(COLOURS)]}"/>',
+            f'<line x1="{label + bar * low:.1f}" x2="{label + bar * high:.1f}" y1="{middle}" y2="{middle}" '
+            'stroke="#222" stroke-width="1.5"/>',
+            *(
+                f'<line x1="{label + bar * end:.1f}" x2="{label + bar * end:.1f}" y1="{middle - 5}" y2="{middle + 5}" '
+                'stroke="#222" stroke-width="1.5"/>'
+                for end in (low, high)
+            ),
+            f'<text x="{label + bar + 8}" y="{y + 15}">{won} of {of}</text>',
+        ]
+    top, columns = 56 + row * len(bars) + _GAP + _TOP, 4
+    drawn += [
+        _panel(
+            name,
+            lines,
+            x=_GAP + (i % columns) * (_WIDTH + _LEFT + _GAP) + _LEFT,
+            y=top + (i // columns) * (_HEIGHT + _TOP + 2 * _GAP),
+        )
+        for i, (name, lines) in enumerate(curves.items())
+    ]
+    rows = math.ceil(len(curves) / columns)
+    width = max(label + bar + 90, min(len(curves), columns) * (_WIDTH + _LEFT + _GAP) + _GAP)
+    return _svg(width, top + rows * (_HEIGHT + _TOP + 2 * _GAP) + _GAP, title, drawn)
+
+
 def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float]:
     """What a chart of the lines should span, NaN and Inf left out."""
     finite = lines[np.isfinite(lines)]

@@ -126,7 +126,7 @@ class RLTrainConfig:
     fsdp_devices: int | None = None
     """Devices the weights, moments and critic are split over. None: all there are. The batch is always over all."""
     gradient_accumulation: int = 1
-    """Parts a batch is worked through in: as many times less memory for activations, the same result."""
+    """Parts a batch is worked through in: less memory for activations, the same result, a little more work."""
     updates_per_dispatch: int = 1
     """Updates compiled into one call. More than 1 helps only models so small that calling costs."""
     seed: int = 0

@@ -12,7 +12,7 @@ from typing import Literal
 from pistar.data.lerobot_writer import DatasetWriter
 from pistar.data.robots import Robot
 from pistar.data.transforms import flatten
-from pistar.envs.env import EnvOptions, Scene, find_tasks, told
+from pistar.envs.env import EnvOptions, Scene, find_tasks, make_env, told
 from pistar.envs.rollout import Act, Rollout, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
@@ -124,12 +124,14 @@ def compare(first: Evaluation, second: Evaluation) -> Paired:
 
 
 def choose_starts(scene: Scene, starts: Starts, episodes: int | None) -> list[int]:
-    """The first so many of them; all if not said."""
+    """The first so many of them; 100, or all there are, if not said."""
     choice = {
         "held-out": list(scene.held_out),
         "train": list(scene.train),
         "all": [*scene.train, *scene.held_out],
     }[starts]
+    if not choice:
+        raise UserError(f"{scene.name} has no {starts} start states; take others with --starts.")
     if episodes is None:
         return choice[:100]
     if not 1 <= episodes <= len(choice):
@@ -152,7 +154,7 @@ class Setting:
     execute: int | None = None
     """Actions of a chunk before the policy is asked again; None: what the environment's clients do, else all."""
     environments: int = 16
-    """Side by side: one call of the policy for all."""
+    """Side by side: one call of the policy for all. With another number its actions differ in the last bits."""
     workers: int | None = None
     """Processes; as many as cores if None, 0 for this one alone."""
     options: EnvOptions = dataclasses.field(default_factory=EnvOptions)
@@ -176,20 +178,15 @@ class Player:
 def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> Iterator[tuple[Scene, int, Rollout]]:
     """One task's episodes, in the order of their start states, with how many there will be."""
     options, robot = setting.options, player.robot
-    if setting.execute is not None and setting.execute > player.horizon:
-        raise UserError(
-            f"--execute is {setting.execute} but the policy's chunks have {player.horizon} actions; take fewer."
-        )
+    if setting.execute is not None and not 1 <= setting.execute <= player.horizon:
+        raise UserError(f"--execute is {setting.execute}; the policy's chunks have 1 to {player.horizon} actions.")
     if options.cameras is None and robot is not None:
         needed = [path for path in robot.cameras.values() if path is not None and path not in robot.optional_cameras]
         options = dataclasses.replace(options, cameras=tuple(needed))
-    with Environments(name, options, count=setting.environments, workers=setting.workers) as envs:
+    with _environments(name, options, setting, robot) as envs:
         scene = envs.scene
-        if robot is not None and robot.action_dim != scene.action_dim:
-            raise UserError(
-                f"The policy acts with {robot.action_dim} numbers ({robot.name}) and {name} takes {scene.action_dim} "
-                f"({scene.robot}); run it in an environment of its own robot."
-            )
+        if robot is not None:
+            _check_robot(robot, scene)
         starts = choose_starts(scene, setting.starts, setting.episodes)
         act = player.act if isinstance(player.act, Script) else player.act(setting.environments)
         execute = executed(setting, scene, player)
@@ -197,6 +194,25 @@ def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> It
             envs, starts, act, execute=execute, record=record, films=setting.films, seed=setting.seed
         ):
             yield scene, len(starts), rollout
+
+
+def _environments(name: str, options: EnvOptions, setting: Setting, robot: Robot | None) -> Environments:
+    """No more than there are episodes."""
+    count = min(setting.environments, max(setting.episodes or setting.environments, 1))
+    try:
+        return Environments(name, options, count=count, workers=setting.workers)
+    except UserError:
+        if robot is not None:  # whose cameras may be what was refused
+            _check_robot(robot, make_env(name, dataclasses.replace(options, cameras=())).scene)
+        raise
+
+
+def _check_robot(robot: Robot, scene: Scene) -> None:
+    if robot.action_dim != scene.action_dim:
+        raise UserError(
+            f"The policy acts with {robot.action_dim} numbers ({robot.name}) and {scene.name} takes {scene.action_dim} "
+            f"({scene.robot}); run it in an environment of its own robot."
+        )
 
 
 def executed(setting: Setting, scene: Scene, player: Player) -> int:
@@ -259,6 +275,10 @@ def dataset_writer(path: Path, scene: Scene, robot: Robot) -> DatasetWriter:
     """For episodes of an environment, under the column names the robot's datasets usually have."""
     columns = {name: column for name, column in flatten(robot.repack).items() if name != "prompt"}
     columns.setdefault("environment_state", "observation.environment_state")
+    for camera in scene.cameras:
+        columns.setdefault(camera, f"observation.images.{camera.rpartition('/')[2]}")
+    for camera in scene.cameras:
+        columns.setdefault(camera, f"observation.images.{camera.rpartition('/')[2]}")
     return DatasetWriter(path, fps=scene.fps, robot_type=robot.name, columns=columns)
 
 
@@ -268,7 +288,7 @@ def pooled(results: Sequence[TaskResult]) -> tuple[int, int]:
 
 
 def faults_of(evaluation: Evaluation) -> Mapping[str, int]:
-    """How many episodes the simulator failed in, by what happened."""
+    """How often the simulator failed, by what happened."""
     counts: dict[str, int] = {}
     for task in evaluation.results:
         for trial in task.trials:

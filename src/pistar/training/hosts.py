@@ -31,7 +31,13 @@ _meetings = itertools.count()
 _questions = itertools.count()
 
 
-def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, timeout: int = START_SECONDS) -> None:
+def join_hosts(
+    coordinator: str | None,
+    hosts: int | None,
+    host: int | None,
+    timeout: int = START_SECONDS,
+    say: Callable[[str], object] = lambda _: None,
+) -> None:
     """Meet the others at the coordinator's HOST:PORT; with nothing given, where Slurm, Open MPI or Kubernetes says.
 
     Before anything else is asked of JAX.
@@ -42,6 +48,13 @@ def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, tim
         )
     if hosts is not None and host is not None and not 0 <= host < hosts:
         raise UserError(f"--host is {host} of {hosts} hosts; they are numbered 0 to {hosts - 1}.")
+    if coordinator is not None:
+        name, _, port = coordinator.rpartition(":")
+        if not name or not port.isdecimal():
+            raise UserError(
+                f"--coordinator is {coordinator}; give host 0's name and a free port of it, as node0:29400."
+            )
+    say(f"waiting for the other hosts at {coordinator or 'the place the launcher names'}, at most {timeout} s …")
     if coordinator is not None and host:
         _knock(coordinator, timeout)
     last_words = _LastWords()
@@ -78,8 +91,6 @@ def join_hosts(coordinator: str | None, hosts: int | None, host: int | None, tim
 def _knock(coordinator: str, timeout: int) -> None:
     """Until somebody answers. JAX itself would end the process, with pages of text."""
     name, _, port = coordinator.rpartition(":")
-    if not name or not port.isdecimal():
-        raise UserError(f"--coordinator is {coordinator}; give host 0's name and a free port of it, as node0:29400.")
     patience = time.monotonic() + timeout
     while True:
         try:
@@ -96,8 +107,8 @@ def _knock(coordinator: str, timeout: int) -> None:
 
 
 LOST = (
-    "another host was lost, or this process was ended; what the run has saved is whole: see above for the cause, and "
-    "go on with --resume."
+    "another host was lost, or this process was ended; what the run has saved, if anything, is whole: see above for "
+    "the cause, and go on with --resume."
 )
 
 

@@ -55,8 +55,12 @@ class MemoryMonitor:
             device = (
                 "" if moment.device is None else f", device {_mb(moment.device)} (peak {_mb(moment.device_peak or 0)})"
             )
-            held = f"host {_mb(moment.host)} (peak {_mb(moment.host_peak)}), arrays {_mb(moment.arrays)}{device}"
-            parts = ", ".join(f"{name} {_mb(size)}" for name, size in moment.components.items())
+            host = f"host {_mb(moment.host)} (peak {_mb(moment.host_peak)})"
+            held = f"{host}, arrays on a device {_mb(moment.arrays)}{device}"
+            named = dict(moment.components)
+            if named:
+                named["others"] = max(moment.arrays - sum(named.values()), 0)
+            parts = ", ".join(f"{name} {_mb(size)}" for name, size in named.items())
             lines.append(f"memory in MB, {moment.name}: {held}{': ' if parts else ''}{parts}")
         return lines
 

@@ -1,12 +1,14 @@
 """metrics.jsonl, one line a log step, and the trackers that get the same numbers. Nothing here waits for a device."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +60,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What was measured by a step, and when its device was done with it."""
+
+    step: int
+    at: float
+    values: Mapping[str, float]
+
+
 class MetricsLog:
     """Writes lines from a thread of its own, which is where device values are waited for."""
 
@@ -76,8 +87,8 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._queue: queue.Queue[tuple[int, Any, Mapping[str, float]] | None] = queue.Queue()
         self._failed: BaseException | None = None
-        self.latest: Mapping[str, float] = {}
-        """The last line written; lines are some updates late."""
+        self.latest: Line | None = None
+        """Of the updates last heard from: a device is some updates behind what it was given."""
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
@@ -126,7 +137,8 @@ class MetricsLog:
         finite: dict[str, float | None] = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
-        self.latest = values
+        if window:
+            self.latest = Line(step, time.monotonic(), values)
         for sink in self._sinks:
             sink.write(step, values)
         for name in ALWAYS_MEASURED:

@@ -208,8 +208,15 @@ def _check_shapes(run: Run, abstract: object, console: Console) -> None:
 
 
 def _print_tree(state: object, run: Run, console: Console) -> None:
-    for report in tree_report(state):
+    reports = tree_report(state)
+    whole = sum(report.bytes_on_device for report in reports)
+    large = [report for report in reports if report.bytes_on_device >= whole / 500]
+    for report in large:
         console.print(str(report), markup=False, highlight=False)
+    rest = whole - sum(report.bytes_on_device for report in large)
+    told = f"debug: {len(reports) - len(large)} smaller arrays, {rest / 1e6:.3f} MB; all {len(reports)} together "
+    told += f"{whole / 1e6:.3f} MB on each device"
+    console.print(told, markup=False, highlight=False)
     policy = state.policy if isinstance(state, AcrlpdState) else state
     assert isinstance(policy, FlowBCState)
     problems = state_problems(state, run.mesh)
@@ -243,7 +250,10 @@ def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, over
                 f"{folder} is at step {steps[-1]}, no multiple of updates_per_dispatch {config.updates_per_dispatch}; "
                 "go on with 1, or with a divisor."
             )
-        return steps[-1] if steps else None
+        if not steps:
+            console.print("note: the run has saved nothing yet; it begins again.", markup=False, highlight=False)
+            return None
+        return steps[-1]
     held = folder.exists() and any(folder.iterdir())
     if overwrite and held and not (folder / CONFIG_FILE).exists():
         raise UserError(f"{folder} holds no run, so --overwrite will not delete it; choose another --exp-name.")

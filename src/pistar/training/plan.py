@@ -343,7 +343,6 @@ def ladder(config: RLTrainConfig, with_lora: Callable[[RLTrainConfig], RLTrainCo
 
 def find_remedy(
     config: RLTrainConfig,
-    first: Plan,
     memory: float,
     make_mesh: Callable[[RLTrainConfig], Mesh],
     with_lora: Callable[[RLTrainConfig], RLTrainConfig],
@@ -369,19 +368,36 @@ def find_remedy(
         least = _memory_plan(_in_parts(pulled, most), mesh)
         if not least.fits(memory):
             continue
-        # Between one row and all of them it grows by the row; begin where that says it fits.
-        each = max(first.scratch - least.scratch, 0) / max(most // config.gradient_accumulation - 1, 1)
-        room = HEADROOM * memory - least.total
-        for parts in (n for n in range(1, most) if most % n == 0 and config.batch_size % n == 0):
-            if (most // parts - 1) * each > room:
-                continue
-            option = (f"--gradient-accumulation {parts}",) if parts != config.gradient_accumulation else ()
-            say(f"trying {' '.join((*options, *option))}")
-            plan = _memory_plan(_in_parts(pulled, parts), mesh)
-            if plan.fits(memory):
-                return _remedy((*options, *option), _in_parts(pulled, parts), plan)
-        return _remedy((*options, f"--gradient-accumulation {most}"), _in_parts(pulled, most), least)
+        best, plan = _fewest_parts(pulled, mesh, least, memory, " ".join(options), say)
+        return _remedy((*options, *_parts_option(config, best)), _in_parts(pulled, best), plan)
     return None
+
+
+def _fewest_parts(
+    config: RLTrainConfig, mesh: Mesh, least: Plan, memory: float, options: str, say: Callable[[str], object]
+) -> tuple[int, Plan]:
+    """As few as fit, given the plan of the most, which does: scratch grows by the row, so two points tell where."""
+    most = config.batch_size // mesh.size
+    divisors = [n for n in range(1, most + 1) if most % n == 0 and config.batch_size % n == 0]
+    plans = {most: least}
+
+    def fits(parts: int) -> bool:
+        if parts not in plans:
+            say(f"trying {options} --gradient-accumulation {parts}")
+            plans[parts] = _memory_plan(_in_parts(config, parts), mesh)
+        return plans[parts].fits(memory)
+
+    fewer = divisors[max(len(divisors) - 2, 0)]
+    if not fits(fewer):
+        return most, least
+    each = (plans[fewer].scratch - least.scratch) / max(most // fewer - 1, 1)
+    room = HEADROOM * memory - least.total
+    best = next(n for n in divisors if (n == fewer or (most // n - 1) * each <= room) and fits(n))
+    return best, plans[best]
+
+
+def _parts_option(config: RLTrainConfig, parts: int) -> tuple[str, ...]:
+    return (f"--gradient-accumulation {parts}",) if parts != config.gradient_accumulation else ()
 
 
 def _remedy(options: tuple[str, ...], config: RLTrainConfig, plan: Plan) -> Remedy:

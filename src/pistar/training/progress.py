@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 
 import jax
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pistar.training.config import RLTrainConfig
-from pistar.training.metrics import ALWAYS_MEASURED
+from pistar.training.metrics import ALWAYS_MEASURED, Line
 from pistar.training.run import Run
 
 
@@ -47,7 +47,7 @@ class ProgressLine:
         self._began = self._mark = time.monotonic()
         self._first: tuple[int, float] | None = None
         self._step, self._mark_step = 0, 0
-        self._losses: Mapping[str, float] = {}
+        self._heard: Line | None = None
         self._waited = 0.0
         """Since the last rates …"""
         self._waits = 0.0
@@ -96,9 +96,9 @@ class ProgressLine:
         self._step = step
         self._show(self._line())
 
-    def rates(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Of the time since the last call. Shows losses among what was measured last."""
-        self._losses = {name: measured[name] for name in ALWAYS_MEASURED if name in measured}
+    def rates(self, heard: Line | None) -> dict[str, float]:
+        """Of the time since the last call. Shows the losses last heard of, and how fast it went until then."""
+        self._heard = heard
         now, steps = time.monotonic(), self._step - self._mark_step
         seconds = now - self._mark
         share = self._waited / seconds if seconds > 0 else 0.0
@@ -116,15 +116,18 @@ class ProgressLine:
 
     def _line(self) -> str:
         assert self._first is not None
-        done, seconds = self._step - self._first[0], time.monotonic() - self._first[1]
-        text = f"step {self._step}/{self._config.steps}"
-        if done and seconds > 0:
+        text, heard = f"step {self._step}/{self._config.steps}", self._heard
+        if heard is None:
+            return text
+        # Steps given to the device are not steps done: only those it has answered for tell how long one takes.
+        done, seconds = heard.step - self._first[0], heard.at - self._first[1]
+        if done > 0 and seconds > 0:
             each = seconds / done
             left = timedelta(seconds=int(each * (self._config.steps - self._step)))
             text += f" · {each:.3g} s a step · {self._config.batch_size / each:.3g} samples/s · {left} left"
-            text += f" · waited for data {self._waits / seconds:.0%}"
-        text += "".join(f" · {name} {value:.4g}" for name, value in self._losses.items())
-        return text
+            text += f" · waited for data {self._waits / (time.monotonic() - self._first[1]):.0%}"
+        losses = [f"{name} {heard.values[name]:.4g}" for name in ALWAYS_MEASURED if name in heard.values]
+        return text + "".join(f" · {loss} at {heard.step}" for loss in losses)
 
     def _show(self, text: str) -> None:
         if self._live is not None:

@@ -28,7 +28,7 @@ def make_mesh(fsdp: int | None = None) -> Mesh:
     devices = jax.device_count()
     fsdp = devices if fsdp is None else fsdp
     if fsdp > devices:
-        raise UserError(f"fsdp_devices is {fsdp} and there are {devices} devices; use at most that many.")
+        raise UserError(f"fsdp_devices is {fsdp}, more than the devices there are ({devices}); use at most that many.")
     if devices % fsdp:
         raise UserError(f"fsdp_devices is {fsdp}, which does not divide the {devices} devices; use a divisor.")
     return jax.make_mesh((devices // fsdp, fsdp), (BATCH, FSDP), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -1,0 +1,94 @@
+"""Checkpoints for Meta-World's arm that know nothing: fresh ones, and two updates of a run."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from pistar.config import AcrlpdConfig
+from pistar.data.lerobot_writer import write_dataset
+from pistar.data.norm_stats import NormStats, norm_stats_hash
+from pistar.envs.rollout import Request
+from pistar.models.pi0 import init_params
+from pistar.models.tokenizer import load_tokenizer
+from pistar.presets import get_config
+from pistar.training.checkpoints import write_checkpoint
+from pistar.training.contract import Contract
+from pistar.training.offline import train
+from pistar.training.optimizers import AdamWConfig, CosineSchedule
+from pistar.types import Episode
+
+MODEL = get_config("rl_metaworld").model
+PROMPT = "move the gripper to the goal"
+
+
+def fresh_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """A step folder, in no run. Its norm stats let the hand move at about half its speed."""
+    stats = {
+        "state": NormStats(np.zeros(17), np.full(17, 0.3)),
+        "actions": NormStats(np.zeros(4), np.full(4, 0.5)),
+    }
+    contract = Contract(
+        model=MODEL,
+        robot="metaworld",
+        asset_id="metaworld",
+        state_dim=17,
+        action_dim=4,
+        delta_mask=None,
+        prompt_format="pi0",
+        tokenizer_sha256=load_tokenizer("tiny", MODEL.max_token_len).sha256,
+        norm_kind="zscore",
+        norm_stats_sha256=norm_stats_hash(stats),
+    )
+    return write_checkpoint(folder, 1, init_params(MODEL, jax.random.key(seed)), {"metaworld": stats}, contract)
+
+
+def trained_checkpoint(folder: Path, preset: str) -> Path:
+    """After two large updates of a run in `folder / preset`, on episodes of noise of which every other succeeds."""
+    rng = np.random.default_rng(0)
+    episodes = [
+        Episode(
+            observations={"observation.state": rng.normal(size=(12, 17)).astype(np.float32)},
+            actions=rng.uniform(-1, 1, (12, 4)).astype(np.float32),
+            rewards=np.zeros(12, np.float32),
+            terminated=index % 2 == 0,
+            truncated=index % 2 == 1,
+            success=index % 2 == 0,
+            task=PROMPT,
+        )
+        for index in range(6)
+    ]
+    data = folder / f"{preset}_data"
+    write_dataset(data, episodes, fps=80, robot_type="metaworld")
+    config = get_config(preset)
+    algorithm = config.algorithm
+    if isinstance(algorithm, AcrlpdConfig):
+        critic = dataclasses.replace(algorithm.critic, hidden=(32,))
+        algorithm = dataclasses.replace(algorithm, critic=critic, critic_warmup=0)
+    large = AdamWConfig(CosineSchedule(warmup_steps=0, peak_lr=2e-2, decay_steps=2, decay_lr=2e-2))
+    config = dataclasses.replace(
+        config,
+        algorithm=algorithm,
+        data=dataclasses.replace(config.data, datasets=(str(data),)),
+        policy_optimizer=large,
+        critic_optimizer=large,
+        steps=2,
+        batch_size=8,
+        updates_per_dispatch=1,
+        log_every=1,
+        save_every=2,
+        audit_every=0,
+        runs=folder,
+    )
+    path = train(config, Console(file=io.StringIO()))
+    assert path is not None
+    return path
+
+
+def request(start_id: int, step: int = 0, slot: int = 0) -> Request:
+    """What an environment might ask; what it sees depends on start and step alone."""
+    state = np.random.default_rng([start_id, step]).normal(0, 0.3, 17).astype(np.float32)
+    return Request({"state": state, "prompt": np.asarray(PROMPT)}, start_id, step, slot)

@@ -1,0 +1,250 @@
+"""`pistar eval` and `pistar data collect`, in Meta-World."""
+
+import json
+import re
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from metaworld_policy import fresh_checkpoint
+from pistar import cli
+from pistar.data.lerobot import open_dataset
+from pistar.training.evaluation import load_evaluation
+
+import goldens
+
+REACH = ("--env", "metaworld/reach-v3")
+SMALL = ("--environments", "2", "--workers", "0")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [fresh_checkpoint(folder / name / "checkpoints", seed) for seed, name in enumerate(("mine", "theirs"))]
+
+
+@pytest.fixture(scope="module")
+def evaluated(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything at once: JSON, films, dataset."""
+    out = tmp_path_factory.mktemp("evaluated") / "mine.json"
+    options = ["--episodes", "3", "--limit", "12", "--seed", "4", "--video", "2", "--out", str(out)]
+    options += ["--save-dataset", str(out.parent / "episodes"), *SMALL]
+    cli.main(["eval", str(checkpoints[0]), *REACH, *options])
+    return out
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line that is said of it."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*args])
+    assert stopped.value.code == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_eval_tells_counts_and_how_sure_they_are(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    out = tmp_path / "found.json"
+    cli.main(["eval", str(checkpoints[0]), *REACH, "--episodes", "2", "--limit", "5", "--out", str(out), *SMALL])
+    told = capsys.readouterr()
+    row = next(line for line in told.out.splitlines() if "reach-v3" in line)
+    cells = [cell.strip() for cell in re.split("[│|┃]", row) if cell.strip()]
+    # Nothing is reached in five steps; Wilson's interval of 0 of 2 is 0 to z²/(2 + z²) = 66 %.
+    assert cells == ["mine/1", "metaworld/reach-v3", "0", "2", "0 %", "0–66 %", "–"]
+    assert "held-out start states, seed 0, 5 actions a chunk" in told.out
+    assert "the weights it serves" in told.out
+    assert f"Wrote {out}" in told.out
+    assert "mine/1, metaworld/reach-v3: 2 of 2 episodes, 0 succeeded" in told.err.replace("\n", " ")
+
+
+def test_eval_writes_everything_episode_by_episode(evaluated: Path, checkpoints: list[Path]) -> None:
+    found = load_evaluation(evaluated)
+    (task,) = found.results
+    assert [trial.start_id for trial in task.trials] == [1_000_000, 1_000_001, 1_000_002]
+    assert (task.env, task.limit, task.run, found.seed) == ("metaworld/reach-v3", 12, 3, 4)
+    assert (found.checkpoint, found.weights, found.starts) == (str(checkpoints[0]), "serving", "held-out")
+    assert {"jax", "mujoco", "metaworld"} <= set(found.versions)
+
+
+def test_eval_films_the_first_episodes(evaluated: Path) -> None:
+    ends = {trial.start_id: trial for trial in load_evaluation(evaluated).results[0].trials}
+    films = {
+        f"mine_metaworld_reach-v3_{start}_{'success' if ends[start].success else 'no_success'}.mp4": ends[start].steps
+        for start in (1_000_000, 1_000_001)
+    }
+    assert {path.name for path in evaluated.parent.glob("*.mp4")} == set(films)
+    for name, steps in films.items():
+        with av.open(str(evaluated.parent / name)) as container:
+            pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert len(pictures) == len({*range(0, steps + 1, 3), steps}), "every third of 80 a second, and the last"
+        assert pictures[0].shape == (224, 224, 3)
+        assert pictures[0].std() > 20
+
+
+def test_eval_keeps_its_episodes_as_a_dataset(evaluated: Path) -> None:
+    dataset = open_dataset(evaluated.parent / "episodes")
+    trials = load_evaluation(evaluated).results[0].trials
+    assert [info.length for info in dataset.episodes] == [trial.steps for trial in trials]
+    assert (dataset.fps, dataset.robot_type, dataset.cameras) == (80, "metaworld", ())
+    columns = dataset.columns(["observation.state", "observation.environment_state", "action", "next.success"])
+    assert columns["observation.state"].shape == (dataset.total_frames, 17)
+    assert columns["observation.environment_state"].shape == (dataset.total_frames, 39)
+    assert (np.abs(columns["action"]) <= 1).all()
+    ends = [columns["next.success"][info.rows][-1] for info in dataset.episodes]
+    assert ends == [trial.success for trial in trials]
+
+
+def test_eval_against_a_checkpoint_and_against_what_was_written(
+    evaluated: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "again.json"
+    asked = ["--episodes", "3", "--limit", "12", "--seed", "4", "--out", str(out), *SMALL]
+    cli.main(["eval", str(checkpoints[0]), *REACH, *asked, "--against", str(checkpoints[1])])
+    told = capsys.readouterr().out
+    assert load_evaluation(out).results == load_evaluation(evaluated).results, "the same once more"
+    beside = load_evaluation(tmp_path / "again_against.json")
+    assert beside.checkpoint == str(checkpoints[1])
+    assert "…" not in told, "names are never cut off"
+    first, second = ([trial.success for trial in found.results[0].trials] for found in (load_evaluation(out), beside))
+    pairs = list(zip(first, second, strict=True))
+    counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
+    said = r"both (\d), only mine/1 (\d), only theirs/1 (\d), neither (\d); p = (\S+) that they are equally good"
+    match = re.search(said, told)
+    assert match is not None
+    assert [int(number) for number in match.groups()[:4]] == counts
+
+    cli.main(["eval", str(checkpoints[1]), *REACH, *asked, "--against", str(evaluated)])
+    match = re.search(
+        said.replace("mine", "x").replace("theirs", "mine").replace("x", "theirs"), capsys.readouterr().out
+    )
+    assert match is not None
+    assert [int(number) for number in match.groups()[:4]] == [counts[i] for i in (0, 2, 1, 3)]
+
+
+def test_eval_of_other_start_states_is_not_compared(
+    evaluated: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--episodes", "1", "--limit", "3", "--out", str(tmp_path / "one.json"), *SMALL]
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["eval", str(checkpoints[0]), *REACH, *asked, "--against", str(evaluated)])
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert load_evaluation(tmp_path / "one.json").results[0].run == 1, "what was found is kept all the same"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--env", "metawolrd/reach-v3"], "There is no environment 'metawolrd/reach-v3'; did you mean metaworld"),
+        (["--env", "metaworld/reach-v4"], "metaworld has no task 'reach-v4'; did you mean reach-v3"),
+        ([*REACH, "--episodes", "10001"], "--episodes is 10001; metaworld/reach-v3 has 10000 held-out start states"),
+        ([*REACH, "--episodes", "0"], "--episodes is 0;"),
+        ([*REACH, "--execute", "9"], "--execute is 9; the policy's chunks have 1 to 5 actions"),
+        ([*REACH, "--limit", "0"], "limit is 0; an episode has at least 1 step"),
+        ([*REACH, "--environments", "0"], "at least 1 environment is needed"),
+        ([*REACH, "--workers", "-1"], "workers is -1"),
+        ([*REACH, "--best-of", "4"], "has no critic to choose by"),
+        ([*REACH, "--best-of", "0"], "best-of is 0"),
+        ([*REACH, "--weights", "raw"], "has no train_state beside it"),
+        ([*REACH, "--robot", "aloha"], "robot is aloha but the policy was trained with metaworld"),
+        ([*REACH, "--save-dataset", "."], "--save-dataset . exists already; datasets are never written over"),
+        ([*REACH, "--against", "nowhere"], "--against nowhere does not exist"),
+    ],
+)
+def test_eval_mistakes_are_one_line(
+    checkpoints: list[Path], options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "none.json"
+    few = [] if "--episodes" in options else ["--episodes", "1"]
+    alone = [] if {"--workers", "--environments"} & set(options) else SMALL
+    assert says in mistake(capsys, "eval", str(checkpoints[0]), *options, *few, *alone, "--out", str(out))
+    assert not out.exists()
+
+
+def test_eval_reads_what_it_is_compared_with_before_it_runs(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no.json").write_text(json.dumps({"checkpoint": "x"}))
+    against, out = str(tmp_path / "no.json"), str(tmp_path / "out.json")
+    assert "is missing" in mistake(capsys, "eval", str(checkpoints[0]), *REACH, "--against", against, "--out", out)
+
+
+def test_a_policy_of_another_robot_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = goldens.OPENPI / "openpi_ckpt_pi0_tiny.tar.gz"
+    told = ["--robot", "aloha", "--tokenizer", "tiny", "--action-horizon", "10", "--episodes", "1", *SMALL]
+    said = mistake(capsys, "eval", str(archive), *REACH, *told, "--out", str(tmp_path / "out.json"))
+    assert "acts with 14 numbers (aloha) and metaworld/reach-v3 takes 4 (metaworld)" in said
+
+
+def test_collect_writes_the_experts_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "expert"
+    cli.main(["data", "collect", REACH[1], str(out), "--episodes", "3", "--expert", "--limit", "150", *SMALL])
+    dataset = open_dataset(out)
+    assert f"Wrote {out}: 3 episodes, 3 succeeded." in capsys.readouterr().out
+    success = dataset.columns(["next.success"])["next.success"]
+    assert [bool(success[info.rows][-1]) for info in dataset.episodes] == [True] * 3
+    assert list(dataset.tasks.values()) == ["move the gripper to the goal"]
+
+
+def test_collect_takes_cameras_and_a_mixture_and_noise_of_its_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--episodes", "2", "--mixed", "0.75", "--noise", "0.1", "--limit", "10", *SMALL]
+    for name, seed in (("one", "1"), ("again", "1"), ("other", "2")):
+        cameras = ["--cameras", "images/topview", "--image-size", "32"] if name == "one" else []
+        cli.main(["data", "collect", REACH[1], str(tmp_path / name), *options, "--seed", seed, *cameras])
+    capsys.readouterr()
+    one, again, other = (open_dataset(tmp_path / name) for name in ("one", "again", "other"))
+    actions = [dataset.columns(["action"])["action"] for dataset in (one, again, other)]
+    np.testing.assert_array_equal(actions[0], actions[1])
+    assert not np.array_equal(actions[0], actions[2])
+    (camera,) = one.cameras
+    (frame, *_) = one.decode(0, camera)
+    assert frame.shape == (32, 32, 3)
+    assert again.cameras == ()
+
+
+def test_collect_by_a_policy_keeps_what_was_executed(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "own"
+    options = ["--episodes", "2", "--policy", str(checkpoints[0]), "--limit", "8", "--starts", "held-out", *SMALL]
+    cli.main(["data", "collect", REACH[1], str(out), *options])
+    dataset = open_dataset(out)
+    assert [info.length for info in dataset.episodes] == [8, 8]
+    assert (np.abs(dataset.columns(["action"])["action"]) <= 1).all()
+    assert "2 episodes, 0 succeeded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([REACH[1], "--episodes", "1"], "Say who acts: one of --expert, --mixed 0.75 and --policy CHECKPOINT"),
+        ([REACH[1], "--episodes", "1", "--expert", "--mixed", "0.5"], "Say who acts"),
+        ([REACH[1], "--episodes", "1", "--mixed", "2"], "--mixed is 2.0; it is a share from 0 to 1"),
+        ([REACH[1], "--episodes", "1", "--expert", "--noise", "-1"], "--noise is -1.0"),
+        (["metaworld/reach", "--episodes", "1", "--expert"], "metaworld has no task 'reach'; did you mean reach-v3"),
+        ([REACH[1], "--episodes", "20000", "--expert"], "--episodes is 20000; metaworld/reach-v3 has 10000 train"),
+        ([REACH[1], "--episodes", "1", "--policy", "nowhere"], "nowhere does not exist"),
+        ([REACH[1], "--episodes", "1", "--expert", "--cameras", "images/corner5"], "no camera 'images/corner5'"),
+    ],
+)
+def test_collect_mistakes_are_one_line(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env, *others = options
+    assert says in mistake(capsys, "data", "collect", env, str(tmp_path / "out"), *others, *SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_collect_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = mistake(capsys, "data", "collect", REACH[1], str(tmp_path), "--episodes", "1", "--expert")
+    assert f"{tmp_path} exists already; datasets are never written over" in said

@@ -1,0 +1,374 @@
+"""Counting successes, with the toy environment where any will do; and a learned policy in Meta-World itself."""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metaworld_policy import fresh_checkpoint
+from pistar.data.lerobot import open_dataset
+from pistar.data.robots import Robot
+from pistar.envs.env import EnvOptions, Scene
+from pistar.envs.rollout import Act, Request, Rollout, roll_out
+from pistar.envs.vector import Environments
+from pistar.envs.worker import Script
+from pistar.errors import UserError
+from pistar.training.acting import Actor
+from pistar.training.evaluation import (
+    Evaluation,
+    Paired,
+    Player,
+    Setting,
+    Starts,
+    TaskResult,
+    Trial,
+    choose_starts,
+    compare,
+    dataset_writer,
+    evaluate,
+    faults_of,
+    load_evaluation,
+    pooled,
+    run_task,
+)
+from pistar.training.policy import Policy, load_policy
+from pistar.types import Episode
+
+TOY = "envs.toy:make"
+ROBOT = Robot(
+    name="toy",
+    action_dim=2,
+    state_keys={"state": 2},
+    cameras={"base_0_rgb": None},
+    repack={"state": "observation.state", "actions": "action", "prompt": "prompt"},
+)
+CHUNK = 4
+
+
+def homeward(starts: Sequence[int]) -> Act:
+    """Goes home from these start states, and stays where it is in all others."""
+
+    def act(requests: Sequence[Request]) -> np.ndarray:
+        chunks = np.zeros((len(requests), CHUNK, 2))
+        for chunk, request in zip(chunks, requests, strict=True):
+            if request.start_id in starts:
+                chunk[0] = -request.observation["state"]  # clipped to 0.2 a step; at most 1.5 away
+        return chunks
+
+    return act
+
+
+def player(act: Act, robot: Robot | None = ROBOT) -> Player:
+    return Player(lambda _: act, robot, CHUNK)
+
+
+def setting(**changes: object) -> Setting:
+    return dataclasses.replace(
+        Setting(TOY, episodes=6, execute=1, environments=3, workers=0, options=EnvOptions(limit=15)),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def result(*trials: tuple[int, bool | None], env: str = TOY) -> TaskResult:
+    return TaskResult(env, "come home", 15, tuple(Trial(start, success, 5) for start, success in trials))
+
+
+def evaluation(*results: TaskResult, seed: int = 0, checkpoint: str = "runs/a/checkpoints/2") -> Evaluation:
+    return Evaluation(checkpoint, "serving", 1, 5, "held-out", seed, results, 1.5, {"jax": "0.10"})
+
+
+def test_successes_are_counted_start_by_start() -> None:
+    told: list[tuple[str, int, int]] = []
+    found = evaluate(
+        setting(seed=3),
+        player(homeward([100, 102, 105])),
+        checkpoint="mine",
+        weights="raw",
+        best_of=2,
+        each=lambda scene, total, rollout: told.append((scene.name, total, rollout.start_id)),
+    )
+    (task,) = found.results
+    assert [(trial.start_id, trial.success) for trial in task.trials] == [
+        (start, start in (100, 102, 105)) for start in range(100, 106)
+    ]
+    assert (task.env, task.instruction, task.limit, task.run, task.successes) == (TOY, "come home", 15, 6, 3)
+    assert all(trial.steps == 15 for trial in task.trials if not trial.success)
+    assert all(1 <= trial.steps < 15 for trial in task.trials if trial.success)
+    assert (found.checkpoint, found.weights, found.best_of, found.execute) == ("mine", "raw", 2, 1)
+    assert (found.starts, found.seed) == ("held-out", 3)
+    assert told == [("toy", 6, start) for start in range(100, 106)]
+    assert "pistar-rl" in found.versions
+    assert "metaworld" in found.versions
+
+
+@pytest.mark.parametrize(("asked", "executed"), [(None, CHUNK), (1, 1), (3, 3)])
+def test_so_many_actions_of_a_chunk_are_executed(asked: int | None, executed: int) -> None:
+    steps: set[int] = set()
+
+    def act(requests: Sequence[Request]) -> np.ndarray:
+        steps.update(request.step for request in requests)
+        return np.zeros((len(requests), CHUNK, 2))
+
+    found = evaluate(setting(execute=asked, episodes=2), player(act), checkpoint="", weights="serving")
+    assert found.execute == executed
+    assert steps == set(range(0, 15, executed))
+
+
+def test_what_was_found_comes_back_from_its_file(tmp_path: Path) -> None:
+    one, other = result((100, True), (101, False)), result((100, None), env="other")
+    broken = dataclasses.replace(other.trials[0], faults=("died: its worker ended with code -9", "hung: no answer"))
+    found = evaluation(one, dataclasses.replace(other, trials=(broken,)), seed=4)
+    path = tmp_path / "deep" / "down" / "found.json"
+    found.save(path)
+    assert load_evaluation(path) == found
+    assert [each.name for each in path.parent.iterdir()] == ["found.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no evaluation"),
+        ("[]", "a table of fields belongs there"),
+        ('{"checkpoint": "x"}', "is missing"),
+    ],
+)
+def test_a_file_that_is_no_evaluation_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=says) as refused:
+        load_evaluation(tmp_path / "x.json")
+    assert "x.json" in str(refused.value)
+    with pytest.raises(UserError, match="is no evaluation"):
+        load_evaluation(tmp_path / "nowhere.json")
+
+
+def test_two_evaluations_are_compared_start_by_start() -> None:
+    first = [True] * 9 + [True] * 2 + [False] * 8 + [False] + [None, True]
+    second = [True] * 1 + [False] * 8 + [True] * 2 + [True] * 1 + [False] * 8 + [True, None]
+    assert len(first) == len(second) == 22
+    mine, theirs = (evaluation(result(*enumerate(each))) for each in (first, second))
+    pairs = compare(mine, theirs)
+    # Counted by hand: 0 and 9–10 both, 1–8 only mine, 11 only theirs, 12–19 neither; 20 and 21 one could not run.
+    assert pairs == Paired(both=3, only_first=8, only_second=1, neither=8)
+    assert pairs.p == 2 * (1 + 9) / 2**9
+    assert compare(theirs, mine).p == pairs.p
+    assert compare(mine, mine) == Paired(both=12, only_first=0, only_second=0, neither=9)
+    assert compare(mine, mine).p == 1.0
+
+
+def test_the_same_start_of_another_task_is_another_start() -> None:
+    two = evaluation(result((0, True), env="a"), result((0, False), env="b"))
+    assert compare(two, two) == Paired(both=1, only_first=0, only_second=0, neither=1)
+    assert pooled(two.results) == (1, 2)
+
+
+def test_evaluations_that_are_no_pairs_are_refused() -> None:
+    mine = evaluation(result((0, True), (1, True)))
+    for other in (result((0, True)), result((0, True), (2, True)), result((0, True), (1, True), env="elsewhere")):
+        with pytest.raises(UserError, match=r"b was evaluated on other start states .*same --env, --episodes and --st"):
+            compare(mine, evaluation(other, checkpoint="b"))
+    with pytest.raises(UserError, match="have seeds 0 and 1; pairs need the same one"):
+        compare(mine, evaluation(mine.results[0], seed=1))
+
+
+@pytest.mark.parametrize(
+    ("starts", "episodes", "expected"),
+    [
+        ("held-out", 2, [50, 51]),
+        ("train", 3, [0, 1, 2]),
+        ("all", 7, [0, 1, 2, 3, 4, 50, 51]),
+        ("train", None, [0, 1, 2, 3, 4]),
+        ("held-out", None, list(range(50, 150))),
+    ],
+)
+def test_the_first_start_states_are_taken(starts: Starts, episodes: int | None, expected: list[int]) -> None:
+    scene = Scene("here", "toy", "go", 10, 5, (0.0,), (1.0,), train=range(5), held_out=range(50, 250))
+    assert choose_starts(scene, starts, episodes) == expected
+
+
+def test_more_start_states_than_there_are_is_refused() -> None:
+    scene = Scene("here", "toy", "go", 10, 5, (0.0,), (1.0,), train=range(5), held_out=range(0))
+    for episodes in (0, -1, 6):
+        with pytest.raises(UserError, match=rf"--episodes is {episodes}; here has 5 train .*0 to 4, held-out none"):
+            choose_starts(scene, "train", episodes)
+    with pytest.raises(UserError, match="here has no held-out start states; take others with --starts"):
+        choose_starts(scene, "held-out", None)
+
+
+def nobody(requests: Sequence[Request]) -> np.ndarray:
+    raise AssertionError(f"nothing should have been asked at {requests}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "robot", "says"),
+    [
+        ({}, {"action_dim": 7, "name": "libero"}, r"acts with 7 numbers \(libero\) and toy takes 2 \(toy\)"),
+        ({"execute": 5}, {}, "--execute is 5; the policy's chunks have 1 to 4 actions"),
+        ({"execute": 0}, {}, "--execute is 0; the policy's chunks have 1 to 4 actions"),
+        ({"episodes": 101}, {}, "--episodes is 101; toy has 100 held-out start states"),
+        ({"environments": 0}, {}, "at least 1 environment is needed"),
+        ({"env": "envs.toy:makes"}, {}, "Environment envs.toy:makes cannot be had"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_moves(
+    changes: dict[str, object], robot: dict[str, object], says: str
+) -> None:
+    other = dataclasses.replace(ROBOT, **robot)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=says):
+        evaluate(setting(**changes), player(nobody, other), checkpoint="", weights="serving")
+
+
+def test_a_policy_of_another_robot_hears_so_even_if_its_cameras_are_missing_too() -> None:
+    arms = Robot("arms", 14, {"state": 14}, {"base_0_rgb": "images/cam_high"})
+    where = Setting("metaworld/reach-v3", episodes=1, workers=0)
+    with pytest.raises(UserError, match=r"acts with 14 numbers \(arms\) and metaworld/reach-v3 takes 4 \(metaworld\)"):
+        evaluate(where, player(nobody, arms), checkpoint="", weights="serving")
+    seeing = Robot("seeing", 4, {"state": 17}, {"base_0_rgb": "images/cam_high"})
+    with pytest.raises(UserError, match="Meta-World has no camera 'images/cam_high'"):
+        evaluate(where, player(nobody, seeing), checkpoint="", weights="serving")
+
+
+def test_a_policy_is_shown_the_cameras_it_needs_and_no_others() -> None:
+    shown: set[str] = set()
+
+    def act(requests: Sequence[Request]) -> np.ndarray:
+        shown.update(name for request in requests for name in request.observation)
+        return np.zeros((len(requests), CHUNK, 2))
+
+    seeing = dataclasses.replace(
+        ROBOT,
+        cameras={"base_0_rgb": "images/a", "left_wrist_0_rgb": "images/b", "right_wrist_0_rgb": None},
+        optional_cameras=("images/b",),
+    )
+    evaluate(setting(episodes=1), player(act, seeing), checkpoint="", weights="serving")
+    assert shown == {"state", "prompt", "images/a"}
+
+
+def test_faults_are_told_and_episodes_that_never_ran_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
+    (tmp_path / "101.always").touch()
+    (tmp_path / "103.raise").touch()
+    (tmp_path / "104.nan").touch()
+    found = evaluate(setting(), player(homeward(range(100, 106))), checkpoint="", weights="serving")
+    (task,) = found.results
+    by_start = {trial.start_id: trial for trial in task.trials}
+    assert (by_start[101].success, by_start[101].steps, len(by_start[101].faults)) == (None, 0, 3)
+    assert by_start[103].success
+    assert by_start[103].faults[0].startswith("raised: ArithmeticError: the solver gave up")
+    assert by_start[104].faults == ("not finite: observation state has NaN or Inf",)
+    assert not by_start[100].faults
+    assert (task.run, task.successes, pooled(found.results)) == (5, 5, (5, 5))
+    assert faults_of(found) == {"raised": 4, "not finite": 1}
+
+
+def test_the_first_episodes_are_filmed() -> None:
+    films: list[int] = []
+    evaluate(
+        setting(films=2, episodes=3, options=EnvOptions(limit=5)),
+        player(homeward([])),
+        checkpoint="",
+        weights="serving",
+        each=lambda scene, total, rollout: films.append(len(rollout.film)),
+    )
+    assert films == [6, 6, 0], "how it began, and every step"
+
+
+def test_episodes_become_a_dataset_that_reads_back(tmp_path: Path) -> None:
+    kept: list[Episode] = []
+    with dataset_writer(tmp_path / "episodes", _toy_scene(), ROBOT) as writer:
+        for _, _, rollout in run_task(TOY, setting(seed=5), player(homeward([101, 102])), record=True):
+            assert rollout.episode is not None
+            kept.append(rollout.episode)
+            writer.add(rollout.episode)
+    dataset = open_dataset(tmp_path / "episodes")
+    assert (dataset.version, dataset.fps, dataset.robot_type) == ("v3.0", 10, "toy")
+    assert list(dataset.tasks.values()) == ["come home"]
+    assert [info.length for info in dataset.episodes] == [len(episode.actions) for episode in kept]
+    columns = dataset.columns(["action", "observation.state", "next.success", "next.truncated", "next.reward"])
+    for info, episode in zip(dataset.episodes, kept, strict=True):
+        stored = {name: values[info.rows] for name, values in columns.items()}
+        np.testing.assert_array_equal(stored["action"], episode.actions)
+        np.testing.assert_array_equal(stored["observation.state"], episode.observations["state"][:-1])
+        np.testing.assert_array_equal(stored["next.reward"], episode.rewards)
+        assert stored["next.success"][-1] == episode.success == (episode.start_id in (101, 102))
+        assert stored["next.truncated"][-1] == episode.truncated == (not episode.success)
+
+
+def test_a_script_needs_no_policy() -> None:
+    script = Player(Script("pistar.envs.behaviours:expert", {"noise": 0.0}), None, 1)
+    found = evaluate(setting(execute=None, episodes=4), script, checkpoint="expert", weights="serving")
+    assert pooled(found.results) == (4, 4)
+
+
+def _toy_scene() -> Scene:
+    with Environments(TOY, count=1, workers=0) as envs:
+        return envs.scene
+
+
+# --- A learned policy in Meta-World -----------------------------------------------------------------------------------
+
+REACH, STARTS, PLACES = "metaworld/reach-v3", range(1_000_000, 1_000_006), 4
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load_policy(fresh_checkpoint(tmp_path_factory.mktemp("fresh")))
+
+
+def reach(policy: Policy, workers: int) -> list[Rollout]:
+    """Six episodes in four environments."""
+    with Environments(REACH, EnvOptions(limit=20), count=PLACES, workers=workers) as envs:
+        return list(roll_out(envs, STARTS, Actor(policy, PLACES, seed=2), execute=3, record=True, seed=2))
+
+
+@pytest.fixture(scope="module")
+def in_one_process(policy: Policy) -> list[Rollout]:
+    return reach(policy, workers=0)
+
+
+def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
+    """To the bit. An episode that begins again comes into another row of the batch, and so do those after it: rows are
+    computed alike on this backend, so no tolerance is needed."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.episode is not None
+        assert other.episode is not None
+        assert (one.start_id, one.episode.success) == (other.start_id, other.episode.success)
+        np.testing.assert_array_equal(one.episode.actions, other.episode.actions)
+        np.testing.assert_array_equal(
+            one.episode.observations["environment_state"], other.episode.observations["environment_state"]
+        )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_learned_policys_episodes_are_the_same_over_any_number_of_processes(
+    policy: Policy, in_one_process: list[Rollout], workers: int
+) -> None:
+    assert_same(reach(policy, workers), in_one_process)
+    moved = [np.ptp(rollout.episode.observations["state"][:, :3]) for rollout in in_one_process if rollout.episode]
+    assert min(moved) > 0.05, "the hand moves by more than 5 cm, or this would show nothing"
+
+
+def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
+    policy: Policy, in_one_process: list[Rollout]
+) -> None:
+    asked = 0
+    actor = Actor(policy, PLACES, seed=2)
+    with Environments(REACH, EnvOptions(limit=20), count=PLACES, workers=2) as envs:
+
+        def act(requests: Sequence[Request]) -> np.ndarray:
+            nonlocal asked
+            asked += 1
+            if asked == 4:  # after nine steps of the first four
+                os.kill(envs._workers[1].process.pid, signal.SIGKILL)
+            return actor(requests)
+
+        found = list(roll_out(envs, STARTS, act, execute=3, record=True, seed=2))
+    hit = [rollout.start_id - STARTS[0] for rollout in found if rollout.faults]
+    assert hit == [1, 3], "the second worker's"
+    assert {fault.kind for rollout in found for fault in rollout.faults} == {"died"}
+    assert_same(found, in_one_process)
