@@ -251,10 +251,9 @@ def _table(evaluations: dict[str, Evaluation]) -> Table:
     return table
 
 
-def _curve(metrics: list[dict[str, Any]], name: str) -> np.ndarray:
-    """One line; where the run did not measure it, nothing."""
-    points = [line[name] for line in metrics if name in line]
-    return np.array([points or [np.nan]], np.float64)
+def _curve(metrics: list[dict[str, Any]], name: str) -> dict[int, float]:
+    """By step, where the run measured it."""
+    return {line["step"]: line[name] for line in metrics if name in line}
 
 
 def _film(checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out: Path, seed: int) -> Path | None:

@@ -254,6 +254,13 @@ def test_resized_pictures_equal_openpis(misc: dict[str, np.ndarray], height: int
     np.testing.assert_array_equal(ours, misc[f"resize/pil_u8_{height}x{width}"])
 
 
+def test_black_stays_black_whatever_its_size() -> None:
+    for shape in ((1, 1, 3), (2, 1, 1, 3), (480, 640, 3)):
+        resized = resize_with_pad(np.zeros(shape, np.uint8), 14, 14)
+        assert resized.shape == (*shape[:-3], 14, 14, 3)
+        assert not resized.any()
+
+
 def test_a_single_picture_and_nested_batches_resize_alike() -> None:
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 9, 7, 3), dtype=np.uint8)
     batched = resize_with_pad(images, 6, 10)

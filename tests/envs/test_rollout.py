@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from pistar.envs.env import EnvOptions
 from pistar.envs.rollout import Clock, Request, Rollout, roll_out
 from pistar.envs.vector import Environments
-from pistar.envs.worker import Script
+from pistar.envs.worker import Begin, Fault, Go, Script, Went
 from pistar.errors import UserError
 from pistar.types import Episode
 
@@ -95,6 +95,27 @@ def test_the_policy_is_asked_for_all_at_once_and_again_after_so_many_actions() -
     assert asked == [[(1, 0), (2, 0)], [(1, 3), (2, 3)], [(1, 6), (2, 6)], [(3, 0)], [(3, 3)], [(3, 6)]]
     assert clock.steps == 21
     assert all(rollout.episode is not None and not rollout.episode.observations for rollout in found)
+
+
+def test_an_episode_begins_while_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[int, str]] = []
+
+    def do(self: Environments, commands: Mapping[int, Begin | Go]) -> dict[int, Went | Fault]:
+        told.append({slot: type(command).__name__ for slot, command in commands.items()})
+        return really(self, commands)
+
+    really = Environments.do
+    monkeypatch.setattr(Environments, "do", do)
+    with Environments(TOY, EnvOptions(limit=4), count=2, workers=0) as envs:
+
+        def act(requests: Sequence[Request]) -> np.ndarray:  # the first comes home at once, the second never does
+            return np.array([np.tile(-r.observation["state"] * (r.start_id == near), (CHUNK, 1)) for r in requests])
+
+        near = next(
+            start for start in range(100) if np.linalg.norm(np.random.default_rng(start).uniform(-1, 1, 2)) < 0.2
+        )
+        assert len(list(roll_out(envs, [near, near + 1, near + 2], act, execute=1))) == 3
+    assert told[:3] == [{0: "Begin", 1: "Begin"}, {0: "Go", 1: "Go"}, {0: "Begin", 1: "Go"}]
 
 
 @pytest.mark.parametrize("kind", ["kill", "hang", "raise", "nan"])

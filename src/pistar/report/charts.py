@@ -74,11 +74,11 @@ def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: s
 
 def success_chart(
     bars: Mapping[str, tuple[int, int, float, float]],
-    curves: Mapping[str, Float[np.ndarray, "lines points"]],
+    curves: Mapping[str, Mapping[int, float]],
     *,
     title: str,
 ) -> str:
-    """How often each succeeded: (successes, of, low, high) by name, the interval drawn; below, curves of a training."""
+    """How often each succeeded: (successes, of, low, high) by name, with the interval; below, numbers by their step."""
     label, bar, row = 190, 430, 34
     drawn = []
     for i, (name, (won, of, low, high)) in enumerate(bars.items()):
@@ -101,11 +101,12 @@ def success_chart(
     drawn += [
         _panel(
             name,
-            lines,
+            np.array([list(points.values())], np.float64),
             x=_GAP + (i % columns) * (_WIDTH + _LEFT + _GAP) + _LEFT,
             y=top + (i // columns) * (_HEIGHT + _TOP + 2 * _GAP),
+            steps=(min(points, default=0), max(points, default=0)),
         )
-        for i, (name, lines) in enumerate(curves.items())
+        for i, (name, points) in enumerate(curves.items())
     ]
     rows = math.ceil(len(curves) / columns)
     width = max(label + bar + 90, min(len(curves), columns) * (_WIDTH + _LEFT + _GAP) + _GAP)
@@ -120,9 +121,12 @@ def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float
     return low - margin, high + margin
 
 
-def _panel(name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int) -> str:
+def _panel(
+    name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int, steps: tuple[int, int] | None = None
+) -> str:
     low, high = padded_range(lines)
     points = lines.shape[1]
+    first, last = steps or (0, points - 1)
 
     def place(step: int, value: float) -> str:
         across = step / max(points - 1, 1) * _WIDTH
@@ -139,6 +143,6 @@ def _panel(name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: in
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#ccc"/>'
         f'<text x="{x - 4}" y="{y + 9}" text-anchor="end" fill="#666">{high:.3g}</text>'
         f'<text x="{x - 4}" y="{y + _HEIGHT}" text-anchor="end" fill="#666">{low:.3g}</text>'
-        f'<text x="{x}" y="{y + _HEIGHT + 12}" fill="#666">0</text>'
-        f'<text x="{x + _WIDTH}" y="{y + _HEIGHT + 12}" text-anchor="end" fill="#666">step {points - 1}</text>' + drawn
+        f'<text x="{x}" y="{y + _HEIGHT + 12}" fill="#666">{first}</text>'
+        f'<text x="{x + _WIDTH}" y="{y + _HEIGHT + 12}" text-anchor="end" fill="#666">step {last}</text>' + drawn
     )
