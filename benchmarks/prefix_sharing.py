@@ -6,6 +6,7 @@ Timed on a small π₀ whose prefix and suffix weigh against each other as in th
 of two), with the variants run in turn; counted in FLOPs on full-size π₀, of which nothing is allocated. About a minute.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -88,6 +89,9 @@ def seconds_in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 def main() -> None:
     """Measure, print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
     params = init_params(BENCH, jax.random.key(0))
     seen = jax.tree.map(jnp.asarray, observation(BENCH))
     noise = {n: jax.random.normal(jax.random.key(n), chunks(BENCH, n)) for n in (1, 8, 32)}
@@ -99,7 +103,7 @@ def main() -> None:
     runs: dict[str, Callable[[], object]] = {
         f"n{n}": functools.partial(compiled, params, seen, noise[n]) for n in noise
     }
-    seconds = seconds_in_turn(runs | {"n8_separate": separate}, rounds=9)
+    seconds = seconds_in_turn(runs | {"n8_separate": separate}, rounds=args.rounds)
 
     shares = {"bench": prefix_share(BENCH), "full": prefix_share(FULL)}
     assert 0.5 < shares["bench"] / shares["full"] < 2, f"the bench model is no small π₀: {shares}"
