@@ -221,9 +221,7 @@ def _family(name: str) -> tuple[Family, str]:
                 f"Environment {name} cannot be had ({error}); it must be module:function of something importable."
             ) from error
     if first not in FAMILIES:
-        raise UserError(
-            f"There is no environment {name!r}, as metaworld/pick-place-v3 is one; {nearest(first, FAMILIES)}"
-        )
+        raise UserError(f"There is no environment {name!r}; {nearest(first, FAMILIES)}")
     return cast(Family, importlib.import_module(FAMILIES[first])), task
 
 
