@@ -144,6 +144,7 @@ _METAWORLD = RLTrainConfig(
         candidates=4,
         flow_steps=3,
         critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
+        critic_updates=4,  # values spread back through an episode by the update, and these are cheap
         critic_warmup=3_000,
         beta=0.5,
         weight_clip=30.0,
