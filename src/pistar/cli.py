@@ -12,12 +12,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from pistar.cli_envs import collect, evaluate
+from pistar.cli_envs import Checkpoint, collect, evaluate
 from pistar.cli_runs import plan, train
 from pistar.data.words import counted, numbered, ranges
 from pistar.errors import UserError
 
-Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 Dataset = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")]
 
 
@@ -117,7 +116,8 @@ def data_stats(
 
     Args:
         dataset: A LeRobot folder, or a repo id in LeRobot's cache.
-        robot: Whose data it is: aloha, aloha_sim, libero, libero_delta, droid, droid_position.
+        robot: Whose data it is: aloha, aloha_sim, libero, libero_delta, droid, droid_position, metaworld,
+            metaworld_camera.
         out: Folder for norm_stats.json, for example assets/my_task.
         horizon: Actions in a chunk: relative ones spread wider the further they reach.
     """

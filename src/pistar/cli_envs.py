@@ -1,13 +1,11 @@
 """The commands that act in simulators: `pistar eval` and `pistar data collect`."""
 
 import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from pistar.data.words import counted
@@ -162,6 +160,7 @@ def collect(
     from pistar.training.evaluation import Player, Setting, dataset_writer, run_task
     from pistar.training.offline import use_compilation_cache
     from pistar.training.policy import load_policy
+    from pistar.training.progress import episodes_shown
 
     console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
     if sum((expert, mixed is not None, policy is not None)) != 1:
@@ -186,7 +185,7 @@ def collect(
     kept, won, lost = 0, 0, 0
     with contextlib.ExitStack() as stack:
         writer = None
-        show = stack.enter_context(_progress("collecting", errors))
+        show = stack.enter_context(episodes_shown("collecting", errors))
         for task in tasks:
             for scene, total, rollout in run_task(task, setting, player, record=True):
                 if writer is None:
@@ -214,10 +213,11 @@ def _evaluate(
     """With progress, films and the dataset, where they are wanted."""
     from pistar.report.video import write_video
     from pistar.training.evaluation import dataset_writer, evaluate
+    from pistar.training.progress import episodes_shown
 
     with contextlib.ExitStack() as stack:
         writer = None
-        show = stack.enter_context(_progress(_label(path), errors))
+        show = stack.enter_context(episodes_shown(_label(path), errors))
 
         def each(scene: "Scene", total: int, rollout: "Rollout") -> None:
             nonlocal writer
@@ -241,26 +241,6 @@ def _label(path: str | Path) -> str:
     """A checkpoint by its run and step, or whatever it is called."""
     run, *step = [part for part in Path(path).parts if part != "checkpoints"][-2:]
     return "/".join([run, *step])
-
-
-@contextlib.contextmanager
-def _progress(what: str, console: Console) -> "Iterator[Callable[[Scene, int, Rollout], None]]":
-    """A bar on a terminal; elsewhere a line now and then."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    done = won = 0
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"{what}: building the simulators and compiling the policy", total=None)
-
-        def show(scene: "Scene", total: int, rollout: "Rollout") -> None:
-            nonlocal done, won
-            if bar.tasks[0].completed >= (bar.tasks[0].total or total):  # the next task of a suite
-                done = won = 0
-            done, won = done + 1, won + (rollout.episode is not None and rollout.episode.success)
-            bar.update(task, completed=done, total=total, description=f"{what}, {scene.name}: {won} succeeded")
-            if not console.is_terminal and (done % 10 == 0 or done == total):
-                console.print(f"{what}, {scene.name}: {done} of {total} episodes, {won} succeeded", highlight=False)
-
-        yield show
 
 
 def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:

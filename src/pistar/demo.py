@@ -6,7 +6,7 @@ finds out what of them was good. Every step is what the commands do; a killed de
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rich.table import Table
 from pistar.config import AcrlpdConfig
 from pistar.data.robots import find_robot
 from pistar.envs.env import EnvOptions
-from pistar.envs.rollout import Rollout, roll_out
+from pistar.envs.rollout import roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
 from pistar.errors import UserError
@@ -45,6 +45,7 @@ from pistar.training.evaluation import (
 from pistar.training.metrics import read_metrics
 from pistar.training.optimizers import CosineSchedule
 from pistar.training.policy import load_policy
+from pistar.training.progress import episodes_shown
 from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
 
@@ -176,7 +177,7 @@ def _collect(data: Path, seed: int, budget: Budget, console: Console) -> str:
     script = Script("pistar.envs.behaviours:mixed", {"noise": NOISE, "spoilt": SPOILT}, seed)
     setting = Setting(ENV, budget.demonstrations, "train", options=EnvOptions(limit=LIMIT), seed=seed)
     won = 0
-    with _counted(console, "demonstrations") as count:
+    with episodes_shown("demonstrations", console) as show:
         rollouts = run_task(ENV, setting, Player(script, None, 1), record=True)
         scene, total, first = next(rollouts)
         with dataset_writer(data, scene, find_robot(scene.robot)) as writer:
@@ -185,7 +186,7 @@ def _collect(data: Path, seed: int, budget: Budget, console: Console) -> str:
                     raise UserError(f"The simulator failed: {rollout.faults[-1].detail}; try again.")
                 writer.add(rollout.episode)
                 won += rollout.episode.success
-                count(total, rollout)
+                show(scene, total, rollout)
     return f", {won} of them successful"
 
 
@@ -195,7 +196,7 @@ def _train(config: RLTrainConfig, console: Console) -> Path:
     if done and done[-1] == config.steps:
         console.print("done before")
         return config.folder / "checkpoints" / str(config.steps)
-    checkpoint = offline.train(config, console, overwrite=True)
+    checkpoint = offline.train(config, console, resume=bool(done), overwrite=not done)
     if checkpoint is None or int(checkpoint.name) < config.steps:
         raise UserError("Stopped; the same command goes on.")
     return checkpoint
@@ -211,35 +212,16 @@ def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Con
         console.print("done before")
         return load_evaluation(path)
     setting = Setting(ENV, budget.tasks, "held-out", options=EnvOptions(limit=LIMIT), seed=seed)
-    with _counted(console, "episodes") as count:
+    with episodes_shown("episodes", console) as show:
         found = evaluate(
             setting,
             _player(checkpoint, seed),
             checkpoint=str(checkpoint),
             weights="serving",
-            each=lambda _, total, rollout: count(total, rollout),
+            each=show,
         )
     found.save(path)
     return found
-
-
-@contextmanager
-def _counted(console: Console, what: str) -> Iterator[Callable[[int, Rollout], None]]:
-    """Progress of episodes."""
-    done = won = 0
-    since = time.monotonic()
-    with console.status(f"building the simulators ({what}) …") as status:
-
-        def count(total: int, rollout: Rollout) -> None:
-            nonlocal done, won
-            done, won = done + 1, won + (rollout.episode is not None and rollout.episode.success)
-            left = (time.monotonic() - since) / done * (total - done)
-            told = f"{done} of {total} {what}, {won} succeeded, {left:.0f} s left"
-            status.update(told)
-            if not console.is_terminal and done % max(1, total // 4) == 0:
-                console.print(told)
-
-        yield count
 
 
 def _table(evaluations: dict[str, Evaluation]) -> Table:

@@ -277,8 +277,6 @@ def dataset_writer(path: Path, scene: Scene, robot: Robot) -> DatasetWriter:
     columns.setdefault("environment_state", "observation.environment_state")
     for camera in scene.cameras:
         columns.setdefault(camera, f"observation.images.{camera.rpartition('/')[2]}")
-    for camera in scene.cameras:
-        columns.setdefault(camera, f"observation.images.{camera.rpartition('/')[2]}")
     return DatasetWriter(path, fps=scene.fps, robot_type=robot.name, columns=columns)
 
 

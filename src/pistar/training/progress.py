@@ -2,15 +2,18 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import jax
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from pistar.envs.env import Scene
+from pistar.envs.rollout import Rollout
 from pistar.training.config import RLTrainConfig
 from pistar.training.metrics import ALWAYS_MEASURED, Line
 from pistar.training.run import Run
@@ -132,3 +135,23 @@ class ProgressLine:
     def _show(self, text: str) -> None:
         if self._live is not None:
             self._live.update(Text(text), refresh=True)
+
+
+@contextlib.contextmanager
+def episodes_shown(what: str, console: Console) -> Iterator[Callable[[Scene, int, Rollout], None]]:
+    """To be told every episode and of how many: a bar on a terminal, elsewhere a line now and then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    done = won = 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"{what}: building the simulators", total=None)
+
+        def show(scene: Scene, total: int, rollout: Rollout) -> None:
+            nonlocal done, won
+            if done == total:  # the next task of a suite
+                done = won = 0
+            done, won = done + 1, won + (rollout.episode is not None and rollout.episode.success)
+            bar.update(task, completed=done, total=total, description=f"{what}, {scene.name}: {won} succeeded")
+            if not console.is_terminal and (done % 10 == 0 or done == total):
+                console.print(f"{what}, {scene.name}: {done} of {total} episodes, {won} succeeded", highlight=False)
+
+        yield show
