@@ -29,7 +29,7 @@ def test_the_demo_runs_through_and_goes_on_where_it_was(tmp_path: Path, capsys: 
     (out / "acrlpd.json").write_text(won)
     main(["demo", "--quick", "--out", str(out)])
     told = capsys.readouterr().out
-    assert told.count("done before") == 6
+    assert told.count("done before") == 8
     with av.open(str(out / "bc_and_acrlpd.mp4")) as film:
         frame = next(film.decode(video=0))
     assert frame.width == 2 * frame.height

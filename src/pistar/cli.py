@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pistar.cli_envs import Checkpoint, collect, evaluate
-from pistar.cli_runs import plan, train
+from pistar.cli_runs import plan, train, weigh
 from pistar.data.words import counted, numbered, ranges
 from pistar.errors import UserError
 
@@ -341,6 +341,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "data check": data_check,
     "data show": data_show,
     "data collect": collect,
+    "data weigh": weigh,
 }
 
 

@@ -1,11 +1,11 @@
-"""The commands whose options are a preset's: `pistar train` and `pistar plan`."""
+"""The commands about runs: `pistar train` and `pistar plan`, whose options are a preset's, and `pistar data weigh`."""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -185,6 +185,37 @@ def plan(args: Sequence[str]) -> None:
             f"{options.preset} does not fit into {devices} of {options.device_memory:g} GB, not even with adapters and "
             "a row at a time; take more devices, or larger ones."
         )
+
+
+def weigh(
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.npz")],
+    /,
+    beta: float | None = None,
+    clip: float | None = None,
+) -> None:
+    """Weigh every window of a critic's data by its advantage, to imitate by: train bc_… --data.weighed OUT.npz.
+
+    Args:
+        checkpoint: Of a run with a critic, in its folder: runs/NAME/checkpoints/STEP.
+        out: The file to write.
+        beta: Temperature, in deviations of the advantage; the run's own if left out.
+        clip: The largest weight before all are divided by their mean; the run's own if left out.
+    """
+    from pistar.data.frames import progress_bar
+    from pistar.training.offline import use_compilation_cache
+    from pistar.training.weighing import weigh as weigh_windows
+
+    if beta is not None and not 0 < beta < float("inf"):
+        raise UserError(f"--beta is {beta}; a temperature is positive and finite (try 0.5).")
+    if clip is not None and not 1 <= clip < float("inf"):
+        raise UserError(f"--clip is {clip}; an average window weighs 1, clip above that (20).")
+    use_compilation_cache()
+    with progress_bar("Weighing windows") as bar:
+        weighed = weigh_windows(checkpoint, out, beta=beta, clip=clip, progress=bar)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(weighed.told(), markup=False)
+    console.print(f"Wrote {out}", markup=False)
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:

@@ -12,7 +12,7 @@ Aggregation = Literal["mean", "min", "mean_minus_std"]
 Head = Literal["bounded", "linear"]
 CriticEncoder = Literal["prefix", "own"]
 CriticLoss = Literal["huber", "squared"]
-Actor = Literal["awr", "best_of_n", "bc"]
+Actor = Literal["awr", "best_of_n", "bc", "none"]
 AwrBy = Literal["weight", "resample"]
 Freezable = Literal["vision", "vlm"]
 
@@ -235,7 +235,8 @@ class AcrlpdConfig:
     """Where targets are clipped to. None: what rewards and γ can reach."""
     actor: Actor = "awr"
     """`awr`: imitate each chunk by its advantage. `best_of_n`: imitate the best of own samples and data. `bc`: imitate
-    everything alike and leave the improvement to acting (QC)."""
+    everything alike and leave the improvement to acting (QC). `none`: the policy stays as it is, the critic learns to
+    judge it: to act by, or to weigh a dataset by (`pistar data weigh`)."""
     beta: float = 0.5
     """Temperature of AWR in standard deviations of the advantage; where it starts, if it adapts."""
     target_ess: float | None = None
@@ -295,7 +296,7 @@ class AcrlpdConfig:
         for name in ("actor_scale", "bc_scale"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} is {getattr(self, name)}; it weighs a loss, use 0 or more.")
-        if self.bc_scale == 0 and (self.actor == "bc" or self.actor_scale == 0):
+        if self.bc_scale == 0 and (self.actor == "bc" or (self.actor != "none" and self.actor_scale == 0)):
             raise UserError("bc_scale is 0 and nothing else trains the policy; set it above 0 (1 for the actor bc).")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise UserError(f"ema_decay is {self.ema_decay}; use 0 to below 1 (0.99), or None for no average.")

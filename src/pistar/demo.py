@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pistar.config import AcrlpdConfig
+from pistar.data.frames import progress_bar
 from pistar.data.robots import find_robot
 from pistar.envs.env import EnvOptions
 from pistar.envs.rollout import roll_out
@@ -48,6 +49,7 @@ from pistar.training.policy import load_policy
 from pistar.training.progress import episodes_shown
 from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
+from pistar.training.weighing import weigh
 
 ENV = "metaworld/pick-place-v3"
 LIMIT = 200
@@ -61,11 +63,11 @@ class Budget:
     demonstrations: int = 200
     tasks: int = 100
     """Start states the policies are judged by, and none of them has seen."""
-    imitated: int = 2_000
+    imitated: int = 3_000
     """Updates of BC, from which ACRLPD goes on."""
     critic: int = 2_000
-    """Updates of the critic before it is believed."""
-    improved: int = 2_500
+    """Updates of the critic."""
+    improved: int = 5_000
     """Updates of the policy by what the critic says."""
     batch: int = 128
 
@@ -73,7 +75,13 @@ class Budget:
 QUICK = Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16)
 """Shows that everything runs, and nothing else."""
 
-NAMES = {"bc": "BC, where ACRLPD begins", "successes": "BC on successes", "acrlpd": "ACRLPD"}
+NAMES = {
+    "bc": "BC, where ACRLPD begins",
+    "successes": "BC on successes",
+    "critic": "ACRLPD's critic",
+    "acrlpd": "ACRLPD",
+}
+JUDGED = ("bc", "successes", "acrlpd")
 
 
 def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
@@ -86,16 +94,21 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
     console.print(f"{budget.demonstrations} demonstrations in {data}, LeRobot v3.0{won}.")
 
     checkpoints: dict[str, Path] = {}
+    weights = out / "weights.npz"
     for name, config in _runs(out, data, seed, budget).items():
-        if name == "acrlpd":
+        if name in ("critic", "acrlpd"):
             config = dataclasses.replace(config, checkpoint=str(checkpoints["bc"]))
+        if name == "acrlpd":
+            with _stage("weighing the demonstrations, window by window", console):
+                _weigh(checkpoints["critic"], weights, console)
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, weighed=weights))
         with _stage(f"training {NAMES[name]}", console):
             checkpoints[name] = _train(config, console)
 
     evaluations = {}
-    for name, checkpoint in checkpoints.items():
+    for name in JUDGED:
         with _stage(f"judging {NAMES[name]} on {budget.tasks} start states nobody has seen", console):
-            evaluations[name] = _judge(checkpoint, out / f"{name}.json", seed, budget, console)
+            evaluations[name] = _judge(checkpoints[name], out / f"{name}.json", seed, budget, console)
 
     console.print(_table(evaluations))
     pairs = compare(evaluations["acrlpd"], evaluations["successes"])
@@ -103,13 +116,20 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
         f"ACRLPD against BC on successes, start state by start state: {pairs.only_first} only by ACRLPD, "
         f"{pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
     )
-    curves = read_metrics(out / "runs" / "acrlpd" / "metrics.jsonl")
+    curves = {
+        f"{NAMES[run]}: {what}": _curve(read_metrics(out / "runs" / run / "metrics.jsonl"), metric)
+        for run, metric, what in (
+            ("critic", "critic_loss", "loss"),
+            ("critic", "q_mean", "value of the data"),
+            ("acrlpd", "loss", "loss, by weight"),
+        )
+    }
     picture = out / "result.svg"
     counts = {NAMES[name]: pooled(each.results) for name, each in evaluations.items()}
     picture.write_text(
         success_chart(
             {name: (won, of, *wilson(won, of)) for name, (won, of) in counts.items()},
-            {name: _curve(curves, name) for name in ("critic_loss", "q_mean", "actor_loss", "ess")},
+            curves,
             title=f"{ENV}: successes of {budget.tasks}, and how ACRLPD learnt",
         ),
         encoding="utf-8",
@@ -133,14 +153,14 @@ def _stage(what: str, console: Console) -> Iterator[None]:
 
 
 def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
-    """What is trained: imitation of everything and of successes, as long as ACRLPD's policy, and ACRLPD."""
-    total = budget.imitated + budget.improved
+    """What is trained: imitation of everything, and of successes; a critic of the first; ACRLPD's policy."""
     bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
 
-    def shaped(config: RLTrainConfig, name: str, steps: int, policy: int, *, successes: bool = False) -> RLTrainConfig:
+    def shaped(config: RLTrainConfig, name: str, steps: int, *, successes: bool = False) -> RLTrainConfig:
         def over(updates: int, peak: float) -> CosineSchedule:
             return CosineSchedule(min(100, updates // 10), peak, updates, peak / 10)
 
+        critic_updates = config.algorithm.critic_updates if isinstance(config.algorithm, AcrlpdConfig) else 1
         settings = dataclasses.replace(config.data, datasets=(str(data),), held_out=0.05, only_successes=successes)
         return dataclasses.replace(
             config,
@@ -150,10 +170,10 @@ def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrain
             steps=steps,
             batch_size=budget.batch,
             policy_optimizer=dataclasses.replace(
-                config.policy_optimizer, schedule=over(policy, config.policy_optimizer.schedule.peak_lr)
+                config.policy_optimizer, schedule=over(steps, config.policy_optimizer.schedule.peak_lr)
             ),
             critic_optimizer=dataclasses.replace(
-                config.critic_optimizer, schedule=over(steps, config.critic_optimizer.schedule.peak_lr)
+                config.critic_optimizer, schedule=over(steps * critic_updates, config.critic_optimizer.schedule.peak_lr)
             ),
             save_every=steps,
             audit_every=0,
@@ -162,11 +182,13 @@ def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrain
         )
 
     assert isinstance(rl.algorithm, AcrlpdConfig)
-    warmed = dataclasses.replace(rl, algorithm=dataclasses.replace(rl.algorithm, critic_warmup=budget.critic))
+    # The policy rests while its critic learns, so that the data can be weighed once and for all.
+    judging = dataclasses.replace(rl.algorithm, actor="none", critic_warmup=0)
     return {
-        "bc": shaped(bc, "bc", budget.imitated, budget.imitated),
-        "successes": shaped(bc, "successes", total, total, successes=True),
-        "acrlpd": shaped(warmed, "acrlpd", budget.critic + budget.improved, budget.improved),
+        "bc": shaped(bc, "bc", budget.imitated),
+        "successes": shaped(bc, "successes", budget.improved, successes=True),
+        "critic": shaped(dataclasses.replace(rl, algorithm=judging), "critic", budget.critic),
+        "acrlpd": shaped(bc, "acrlpd", budget.improved),
     }
 
 
@@ -200,6 +222,15 @@ def _train(config: RLTrainConfig, console: Console) -> Path:
     if checkpoint is None or int(checkpoint.name) < config.steps:
         raise UserError("Stopped; the same command goes on.")
     return checkpoint
+
+
+def _weigh(critic: Path, weights: Path, console: Console) -> None:
+    """Or what an earlier demo weighed."""
+    if weights.exists():
+        console.print("done before")
+        return
+    with progress_bar("Weighing windows") as bar:
+        console.print(weigh(critic, weights, progress=bar).told(), highlight=False)
 
 
 def _player(checkpoint: Path, seed: int) -> Player:

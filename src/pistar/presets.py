@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 
-from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
+from pistar.config import CAMERAS, AcrlpdConfig, CriticConfig, GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
 from pistar.errors import UserError
 from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
@@ -132,6 +132,7 @@ _METAWORLD = RLTrainConfig(
         max_token_len=28,
         vocab_size=512,
         image_size=14,
+        cameras=CAMERAS[:1],
         dtype="float32",
         remat="none",
     ),
@@ -179,7 +180,7 @@ PRESETS: dict[str, RLTrainConfig] = {
             _METAWORLD,
             name="bc_metaworld",
             algorithm=BcConfig(augmentation=False),
-            policy_optimizer=_cosine(1e-3, 6_000, 100),
+            policy_optimizer=_cosine(3e-3, 6_000, 100),
             steps=6_000,
         ),
         _DEBUG,

@@ -641,6 +641,30 @@ def test_imitation_draws_no_samples_and_asks_no_critic() -> None:
 
 
 @pytest.mark.xdist_group("acrlpd")
+def test_without_an_actor_the_critic_learns_and_the_policy_is_left_alone() -> None:
+    done = run(agent_of(actor="none"), 2)
+    assert same(done.states[0].policy, done.states[2].policy)
+    assert not same(done.states[0].critic, done.states[1].critic)
+    assert int(done.states[2].step) == 2
+    assert "actor_loss" not in done.metrics[0]
+    np.testing.assert_array_equal(done.metrics[0]["critic_loss"], plain().metrics[0]["critic_loss"])
+
+
+@pytest.mark.xdist_group("acrlpd")
+def test_advantages_of_a_batch_are_its_chunks_values_over_those_of_the_policys_own() -> None:
+    """Of windows that are whole; what takes the place of padding has its own test."""
+    agent, batch = agent_of(actor="none"), chunk_batch()
+    state = agent.init_from(params(), jax.random.key(1))
+    found = jax.jit(agent.advantages)(state, batch, KEY)
+    samples = agent.sample_candidates(state, batch.observations, jax.random.split(KEY)[0], agent.config.candidates)
+    chunks = jnp.concatenate([jnp.asarray(batch.actions)[:, None], samples], axis=1)
+    values = agent.q_values(state, batch.observations, chunks, jnp.ones((4, 5), bool))
+    wanted = values[:, 0] - values[:, 1:].mean(axis=1)
+    np.testing.assert_allclose(found[:3], wanted[:3], rtol=1e-3, atol=1e-5)
+    assert np.std(found) > 1e-3
+
+
+@pytest.mark.xdist_group("acrlpd")
 def test_each_observation_is_read_once() -> None:
     """The vision tower cuts patches twice in an update, of s and of s'; its gradient cuts none."""
     for actor in ("awr", "best_of_n", "bc"):

@@ -524,6 +524,22 @@ def test_pools_of_nothing_are_refused(options: tuple[Any, ...], words: str) -> N
 # Sources
 
 
+def test_windows_are_drawn_as_often_as_they_weigh_and_unwanted_ones_never(source: ChunkSource) -> None:
+    weights = np.zeros(len(source.windows.episodes), np.float32)
+    weights[source.starts[[3, 10]]] = 1.0, 3.0
+    heavy = source.weighed(weights)
+    assert (source.mass, heavy.mass) == (len(source.starts), 4.0)
+    drawn = heavy.draw(np.random.default_rng(0), 4_000)
+    assert set(drawn) == set(source.starts[[3, 10]])
+    np.testing.assert_allclose((drawn == source.starts[10]).mean(), 0.75, atol=0.03)
+    alone = heavy.select(source.windows.episodes[source.starts[[3]]])
+    assert alone.mass == weights[alone.starts].sum()
+    batch = Loader([heavy], 64, seed=0).sample_policy_batch(0)
+    assert len(np.unique(np.asarray(batch.actions)[:, 0], axis=0)) <= 2
+    with pytest.raises(UserError, match="weigh 0"):
+        source.weighed(np.zeros_like(weights))
+
+
 def test_selected_episodes_are_the_only_ones_drawn(source: ChunkSource) -> None:
     told = spy(source).select(np.array([2, 5]))
     assert told.episodes.tolist() == [2, 5]

@@ -249,11 +249,12 @@ class Acrlpd:
         observations = batch.observations
         if self.config.augmentation:
             observations = self.policy.augmented(augment_key, observations)
-        read = self._read if self.accumulation == 1 else self._read_in_parts
-        noise = None if self.config.actor == "bc" else self._noise(sample_key, observations)
-        reading = read(state, observations, noise)
+        noise = self._noise(sample_key, observations) if self.config.actor in ("awr", "best_of_n") else None
+        reading = self._read(state, observations, noise)
         transitions = self.transitions(state, batch, reading.seen, next_key)
         state, metrics = self.update_critic(state, transitions, critic_key)
+        if self.config.actor == "none":
+            return dataclasses.replace(state, step=state.step + 1), metrics
 
         frozen = state.policy.frozen
         thawed = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen={}))  # not through `cond`
@@ -323,6 +324,15 @@ class Acrlpd:
         values = self.critic.values(state.critic, self.critic.see(observations, prefix), whole)
         return _aggregated(self.config.critic, values)
 
+    def advantages(self, state: AcrlpdState, batch: ChunkBatch, key: PRNGKeyArray) -> Float[Array, " b"]:
+        """Q(s, a) − mean_i Q(s, a_i) of the data's chunks, by what the policy would have done instead."""
+        here, ahead = jax.random.split(key)
+        reading = self._read(state, batch.observations, self._noise(here, batch.observations))
+        samples = reading.samples()
+        assert samples is not None
+        of_data, of_samples = self._judge(state, self.transitions(state, batch, reading.seen, ahead), samples)
+        return of_data - of_samples.mean(axis=1)
+
     def _noise(self, key: PRNGKeyArray, observations: Observation, n: int | None = None) -> Float[Array, "b n h a"]:
         """What n samples of each observation begin with (None: as many as configured)."""
         rows, n = observations.state.shape[0], self.config.candidates if n is None else n
@@ -332,6 +342,12 @@ class Acrlpd:
         return bind(self.model, params).sample(prefix, noise, num_steps=self.config.flow_steps)
 
     def _read(self, state: AcrlpdState, observations: Observation, noise: Float[Array, "b n h a"] | None) -> _Reading:
+        read = self._read_at_once if self.accumulation == 1 else self._read_in_parts
+        return read(state, observations, noise)
+
+    def _read_at_once(
+        self, state: AcrlpdState, observations: Observation, noise: Float[Array, "b n h a"] | None
+    ) -> _Reading:
         """s, once for everybody."""
         trained, frozen = state.policy.trained, state.policy.frozen
 
@@ -479,9 +495,21 @@ class Acrlpd:
         samples: Float[Array, "b n h a"],
         key: PRNGKeyArray,
     ) -> tuple[Lesson, Metrics]:
+        of_data, of_samples = self._judge(state, transitions, samples)
+        advantages = of_data - of_samples.mean(axis=1)
+        if self.config.actor == "awr":
+            lesson, metrics = awr_lesson(self.config, batch, advantages, jnp.exp(state.log_beta), key)
+        else:
+            lesson, metrics = best_of_n_lesson(batch, samples, of_data, of_samples)
+        return lesson, metrics | {"advantage_mean": advantages.mean(), "advantage_std": advantages.std()}
+
+    def _judge(
+        self, state: AcrlpdState, transitions: Transitions, samples: Float[Array, "b n h a"]
+    ) -> tuple[Float[Array, " b"], Float[Array, "b n"]]:
+        """What the critic makes of the data's chunks, and of the policy's in their place."""
         h, dims = self.config.horizon, self.config.action_dims
         best, _ = best_candidate(self.critic, state.critic, transitions.next_seen, transitions.candidates)
-        of_data, of_samples = judge(
+        return judge(
             self.critic,
             state.critic,
             transitions.seen,
@@ -490,12 +518,6 @@ class Acrlpd:
             transitions.valid,
             following_chunk(transitions, best),
         )
-        advantages = of_data - of_samples.mean(axis=1)
-        if self.config.actor == "awr":
-            lesson, metrics = awr_lesson(self.config, batch, advantages, jnp.exp(state.log_beta), key)
-        else:
-            lesson, metrics = best_of_n_lesson(batch, samples, of_data, of_samples)
-        return lesson, metrics | {"advantage_mean": advantages.mean(), "advantage_std": advantages.std()}
 
     def _update_temperature(self, state: AcrlpdState, metrics: Metrics) -> tuple[AcrlpdState, Metrics]:
         if self.config.actor != "awr":

@@ -161,9 +161,9 @@ def cache_home() -> Path:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on the terminal, which appears only if there is something to decode."""
-    columns = (TextColumn("Decoding frames"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def progress_bar(doing: str = "Decoding frames") -> Iterator[Progress]:
+    """A bar on the terminal, which appears only if there is something to do."""
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Bar(*columns)
     task = bar.add_task("frames", total=None)
 

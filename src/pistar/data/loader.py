@@ -175,8 +175,10 @@ class Loader:
                 continue
             schedule = self._pools.get(id(source))
             turn = None if schedule is None else schedule.turn(step)
-            starts = source.starts if turn is None else turn.starts
-            drawn = starts[rng.integers(len(starts), size=end - begin)]
+            if turn is None:
+                drawn = source.draw(rng, end - begin)
+            else:
+                drawn = turn.starts[rng.integers(len(turn.starts), size=end - begin)]
             here = places[begin:end] - self._host * size
             ours = (here >= 0) & (here < size)
             if turn is None:

@@ -287,7 +287,7 @@ _METAWORLD = Robot(
     name="metaworld",
     action_dim=4,
     state_keys={"state": 17},
-    cameras=dict.fromkeys(CAMERAS),
+    cameras={CAMERAS[0]: None},  # masked, as all of OpenPI's would be: π₀ wants one, and more only cost time
     repack={"state": "observation.state", "actions": "action", "prompt": "prompt"},
 )
 

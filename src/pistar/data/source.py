@@ -117,6 +117,7 @@ class ChunkSource:
         self.inputs, self.windows, self.cameras, self.pictures = inputs, windows, cameras, pictures
         self.success = success
         self.fps, self.notes = fps, tuple(notes)
+        self._weights: Float[np.ndarray, " n"] | None = None
         self._draw_from(windows.starts)
         normal = inputs.normalize({"state": numbers.state})["state"]
         self._normal_state = normal
@@ -134,6 +135,7 @@ class ChunkSource:
     def _draw_from(self, starts: Int[np.ndarray, " s"]) -> None:
         self.starts = starts
         """The windows that may be drawn."""
+        self._edges = None if self._weights is None else np.cumsum(self._weights[starts], dtype=np.float64)
         self.episodes = np.unique(self.windows.episodes[starts])
         """Those they are from."""
 
@@ -147,6 +149,29 @@ class ChunkSource:
         chosen = copy.copy(self)
         chosen._draw_from(self.starts[wanted[self.windows.episodes[self.starts]]])
         return chosen
+
+    def weighed(self, weights: Float[np.ndarray, " n"]) -> "ChunkSource":
+        """The same, drawing windows in proportion to the weight of their first row."""
+        if not weights[self.starts].sum() > 0:
+            raise UserError("All windows that may be drawn weigh 0; weigh the episodes that are trained on.")
+        chosen = copy.copy(self)
+        chosen._weights = weights
+        chosen._draw_from(self.starts)
+        return chosen
+
+    @property
+    def mass(self) -> float:
+        """What all windows that may be drawn weigh together, each 1 if nobody said otherwise."""
+        return float(len(self.starts) if self._edges is None else self._edges[-1])
+
+    def draw(self, rng: np.random.Generator, count: int) -> Int[np.ndarray, " c"]:
+        """So many windows, by the row they start at."""
+        if self._edges is None:
+            which = rng.integers(len(self.starts), size=count)
+        else:
+            which = np.searchsorted(self._edges, rng.random(count) * self._edges[-1], side="right")
+        drawn: np.ndarray = self.starts[which]
+        return drawn
 
     def actions(self, starts: Int[np.ndarray, " b"], fields: WindowFields) -> Float[np.ndarray, "b h d"]:
         """The windows' actions as the model puts them out; past an episode's end its last one again."""

@@ -69,6 +69,8 @@ class DataConfig:
     camera the data has not."""
     only_successes: bool = False
     """Train on successful episodes only: the strong baseline of imitation."""
+    weighed: Path | None = None
+    """What `pistar data weigh` made of these datasets: windows are imitated as often as they are worth."""
     prompt: str | None = None
     """Replaces the datasets' tasks."""
     norm_stats: Path | None = None
@@ -88,6 +90,8 @@ class DataConfig:
                 f"data.weights has {len(self.weights)} entries for {len(self.datasets)} datasets; "
                 "give one share each, or none."
             )
+        if self.weighed is not None and self.pool is not None:
+            raise UserError("data.weighed draws from all windows and data.pool from a few episodes; leave one out.")
         if not 0 <= self.held_out < 1:
             raise UserError(f"data.held_out is {self.held_out}; it is a share, from 0 up to below 1 (try 0.1).")
 
@@ -183,6 +187,11 @@ class RLTrainConfig:
         if self.exp_name is not None and (Path(self.exp_name).is_absolute() or ".." in Path(self.exp_name).parts):
             raise UserError(f"exp_name is {self.exp_name}; it names a folder under --runs, which may be anywhere.")
         if isinstance(self.algorithm, AcrlpdConfig):
+            if self.data.weighed is not None:
+                raise UserError(
+                    "data.weighed is for imitation: a critic that sees good windows more often than they are would "
+                    "think too well of everything; train a bc_… preset with it."
+                )
             self._check_acrlpd(self.algorithm, robot.action_dim)
         self.windows()  # refuses horizons that do not fit
 
@@ -209,7 +218,7 @@ class RLTrainConfig:
                 f"rewards of kind {rewards.kind!r} pay, {paid[0]} and {paid[1]}; set these, so that values are bounded "
                 "by what can be reached."
             )
-        if self.steps <= algorithm.critic_warmup:
+        if algorithm.actor != "none" and self.steps <= algorithm.critic_warmup:
             raise UserError(
                 f"steps is {self.steps} and algorithm.critic_warmup {algorithm.critic_warmup}: the policy would never "
                 "be trained; raise steps or lower the warm-up."

@@ -27,6 +27,7 @@ from pistar.data.source import (
     split_episodes,
 )
 from pistar.data.transforms import flatten
+from pistar.data.weights import read_weights
 from pistar.errors import UserError
 from pistar.models.inspect import config_differences, infer_config
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
@@ -122,14 +123,18 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
         for part in data
     ]
     train = [source.select(part.train) for source, part in zip(sources, data, strict=True)]
+    if config.data.weighed is not None:
+        frames = [part.dataset.total_frames for part in data]
+        weights = read_weights(config.data.weighed, config.data.datasets, frames)
+        train = [source.weighed(each) for source, each in zip(train, weights, strict=True)]
     held_out = [source.select(part.held_out) for source, part in zip(sources, data, strict=True)]
-    weights = config.data.weights or [float(len(source.starts)) for source in train]
+    shares = config.data.weights or [source.mass for source in train]
     return Run(
         config=config,
         agent=make_agent(config),
         mesh=mesh,
         loader=Loader(
-            [Part(source, weight) for source, weight in zip(train, weights, strict=True)],
+            [Part(source, weight) for source, weight in zip(train, shares, strict=True)],
             config.batch_size,
             config.seed,
             pool=PoolOptions(1) if dry else config.data.pool,
