@@ -13,7 +13,7 @@ from pistar.errors import UserError
 
 if TYPE_CHECKING:
     from pistar.envs.env import Scene
-    from pistar.envs.rollout import Rollout
+    from pistar.envs.rollout import Act, Rollout
     from pistar.training.evaluation import Evaluation, Player, Setting
 
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -92,20 +92,23 @@ def evaluate(
 
     options = EnvOptions(limit=limit, shadows=shadows)
     setting = Setting(env, episodes, starts, execute, environments, workers, options, seed=seed, films=video)
-    first = _evaluate(checkpoint, player(checkpoint, best_of), setting, weights, best_of, errors, save_dataset, out)
+    # Both before the first episode: what is wrong with either is told at once.
+    players = player(checkpoint, best_of), None if against is None or second is not None else player(against, 1)
+    first = _evaluate(checkpoint, players[0], setting, weights, best_of, errors, save_dataset, out)
     first.save(out)
     heads = ("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
     table = Table(*(Column(head, overflow="fold") for head in heads))  # a name that is cut off may be another's too
     _rows(table, _label(checkpoint), first)
-    if against is not None and second is None:
+    if against is not None and players[1] is not None:
         beside = out.with_name(f"{out.stem}_against.json")
-        second = _evaluate(against, player(against, 1), setting, weights, 1, errors, None, beside)
+        second = _evaluate(against, players[1], setting, weights, 1, errors, None, beside)
         second.save(beside)
     if second is not None:
         _rows(table, _label(second.checkpoint), second)
     console.print(table)
     _tell(first, console)
     if second is not None:
+        _tell(second, console)
         pairs = compare(first, second)
         console.print(
             f"On the same start states: both {pairs.both}, only {_label(checkpoint)} {pairs.only_first}, "
@@ -133,6 +136,8 @@ def collect(
     shadows: bool = False,
     environments: int = 16,
     workers: int | None = None,
+    robot: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Collect episodes in a simulator as a LeRobot v3.0 dataset, with how each went.
 
@@ -143,7 +148,7 @@ def collect(
         expert: By the environment's scripted expert.
         mixed: By Meta-World's expert with so large a share of spoilt segments, from 0 to 1.
         policy: By a checkpoint.
-        noise: Deviation of what is added to every action of the expert, in the action's units.
+        noise: Deviation of what is added to every action, in the action's units.
         starts: Which start states.
         seed: Of all noise.
         limit: Steps of an episode; the benchmark's own if left out.
@@ -152,11 +157,13 @@ def collect(
         shadows: Render them, which takes several times as long.
         environments: Side by side.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
+        robot: Whose data the policy was trained on, for checkpoints of OpenPI's.
+        tokenizer: PaliGemma's SentencePiece file, or "tiny"; found in OpenPI's cache if left out.
     """
     from pistar.data.robots import find_robot
     from pistar.envs.env import EnvOptions, find_tasks
     from pistar.envs.worker import Script
-    from pistar.training.acting import Actor
+    from pistar.training.acting import Actor, Noisy
     from pistar.training.evaluation import Player, Setting, dataset_writer, run_task
     from pistar.training.offline import use_compilation_cache
     from pistar.training.policy import load_policy
@@ -176,8 +183,13 @@ def collect(
     setting = Setting(env, episodes, starts, None, environments, workers, options, seed)
     if policy is not None:
         use_compilation_cache()
-        loaded = load_policy(policy)
-        player = Player(lambda count: Actor(loaded, count, seed), loaded.robot, loaded.config.action_horizon)
+        loaded = load_policy(policy, robot=robot, tokenizer=tokenizer)
+
+        def noisy(count: int) -> "Act":
+            act = Actor(loaded, count, seed)
+            return act if noise == 0 else Noisy(act, noise, seed)
+
+        player = Player(noisy, loaded.robot, loaded.config.action_horizon)
     elif mixed is not None:
         player = Player(Script("pistar.envs.behaviours:mixed", {"noise": noise, "spoilt": mixed}, seed), None, 1)
     else:
@@ -267,12 +279,16 @@ def _tell(evaluation: "Evaluation", console: Console) -> None:
     whose = served if evaluation.weights == "serving" else "the optimiser's own weights"
     choice = f", best of {evaluation.best_of} by its critic" if evaluation.best_of > 1 else ""
     console.print(
-        f"By {whose}{choice}; {evaluation.starts} start states, seed {evaluation.seed}, {evaluation.execute} actions a "
-        f"chunk, {evaluation.seconds:.0f} s; 95 % intervals by Wilson.",
+        f"{_label(evaluation.checkpoint)}: by {whose}{choice}; {evaluation.starts} start states, "
+        f"seed {evaluation.seed}, {evaluation.execute} actions a chunk, {evaluation.seconds:.0f} s; "
+        "95 % intervals by Wilson.",
         markup=False,
     )
     if faults := faults_of(evaluation):
         counts = ", ".join(f"{kind} {count} times" for kind, count in faults.items())
-        lost = sum(trial.success is None for task in evaluation.results for trial in task.trials)
-        told = f"{lost} could not be run at all and are not counted" if lost else "all were run again"
+        trials = [trial for task in evaluation.results for trial in task.trials if trial.faults]
+        lost, gave_up = (sum(t.success is kind and t.steps == 0 for t in trials) for kind in (None, False))
+        parts = [f"{lost} could not be run at all and are not counted"] if lost else []
+        parts += [f"{gave_up} failed so every time and count as failures"] if gave_up else []
+        told = " and ".join(parts) or "all were run again"
         console.print(f"note: the simulator failed ({counts}); of the episodes it hit, {told}.", markup=False)

@@ -1,10 +1,11 @@
 """`pistar demo`: the whole road on one's own machine, in minutes.
 
 A simulated arm, demonstrations three quarters of which are spoilt, a small π₀ that imitates them, and ACRLPD, which
-finds out what of them was good. Every step is what the commands do; a killed demo goes on where it was.
+finds out what of them was good. Every step is what the commands do; a stopped demo goes on where it was.
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ QUICK = Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, b
 """Shows that everything runs, and nothing else."""
 
 NAMES = {
-    "bc": "BC, where ACRLPD begins",
+    "bc": "BC, where the others begin",
     "successes": "BC on successes",
     "critic": "ACRLPD's critic",
     "acrlpd": "ACRLPD",
@@ -87,7 +88,7 @@ JUDGED = ("bc", "successes", "acrlpd")
 def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
     """All of it."""
     began = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
+    _claim(out, seed, budget)
     data = out / "dataset"
     with _stage("collecting demonstrations", console):
         won = _collect(data, seed, budget, console)
@@ -96,7 +97,7 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
     checkpoints: dict[str, Path] = {}
     weights = out / "weights.npz"
     for name, config in _runs(out, data, seed, budget).items():
-        if name in ("critic", "acrlpd"):
+        if name != "bc":
             config = dataclasses.replace(config, checkpoint=str(checkpoints["bc"]))
         if name == "acrlpd":
             with _stage("weighing the demonstrations, window by window", console):
@@ -144,6 +145,19 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
     console.print(f"Took {(time.monotonic() - began) / 60:.1f} minutes.")
 
 
+def _claim(out: Path, seed: int, budget: Budget) -> None:
+    """Lest what another seed or budget left there be taken for this one's."""
+    settings = out / "demo.json"
+    ours = {"seed": seed, **dataclasses.asdict(budget)}
+    if not settings.exists() and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} holds something else; choose another --out.")
+    if settings.exists() and (theirs := json.loads(settings.read_text(encoding="utf-8"))) != ours:
+        different = ", ".join(f"{name} {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name])
+        raise UserError(f"{out} holds a demo with {different}; choose another --out, or delete it.")
+    out.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps(ours) + "\n", encoding="utf-8")
+
+
 @contextmanager
 def _stage(what: str, console: Console) -> Iterator[None]:
     since = time.monotonic()
@@ -153,7 +167,7 @@ def _stage(what: str, console: Console) -> Iterator[None]:
 
 
 def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
-    """What is trained: imitation of everything, and of successes; a critic of the first; ACRLPD's policy."""
+    """What is trained: imitation of everything; and on from there, imitation of successes, a critic, and ACRLPD."""
     bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
 
     def shaped(config: RLTrainConfig, name: str, steps: int, *, successes: bool = False) -> RLTrainConfig:
@@ -186,7 +200,7 @@ def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrain
     judging = dataclasses.replace(rl.algorithm, actor="none", critic_warmup=0)
     return {
         "bc": shaped(bc, "bc", budget.imitated),
-        "successes": shaped(bc, "successes", budget.improved, successes=True),
+        "successes": shaped(bc, "successes", budget.improved, successes=True),  # from there too, and as long as ACRLPD
         "critic": shaped(dataclasses.replace(rl, algorithm=judging), "critic", budget.critic),
         "acrlpd": shaped(bc, "acrlpd", budget.improved),
     }
@@ -284,7 +298,10 @@ def _film(checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out:
         for name in ("bc", "acrlpd"):
             player = _player(checkpoints[name], seed)
             assert not isinstance(player.act, Script)
-            (rollout,) = roll_out(envs, starts[:1], player.act(1), execute=player.horizon, films=1)
+            # In a batch of the shape it was judged in, which decides the last bits.
+            (rollout,) = roll_out(
+                envs, starts[:1], player.act(Setting(ENV).environments), execute=player.horizon, films=1
+            )
             films.append([_captioned(frame, NAMES[name].partition(",")[0]) for frame in rollout.film])
     length = max(map(len, films))
     frames = [np.concatenate([film[min(i, len(film) - 1)] for film in films], axis=1) for i in range(length)]

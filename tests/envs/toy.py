@@ -11,7 +11,7 @@ from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
 
 
 class Toy(StartEnv):
-    """A point on a plane, which is to come near the origin. In `TOY_TROUBLE`, `<start>.<kind>` files each work once."""
+    """A point on a plane, to come near the origin. In `TOY_TROUBLE`, `<start>.<kind>` files work once, or always."""
 
     def __init__(self, options: EnvOptions) -> None:
         size = options.image_size
@@ -46,9 +46,9 @@ class Toy(StartEnv):
     def _trouble(self) -> None:
         folder = os.environ.get("TOY_TROUBLE")
         for path in Path(folder).glob(f"{self._number}.*") if folder else ():
-            if path.suffix != ".always":
+            if path.suffix not in (".always", ".deadly"):
                 path.unlink()
-            if path.suffix == ".kill":
+            if path.suffix in (".kill", ".deadly"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if path.suffix == ".hang":
                 time.sleep(1000)

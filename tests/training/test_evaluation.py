@@ -78,7 +78,7 @@ def result(*trials: tuple[int, bool | None], env: str = TOY) -> TaskResult:
 
 
 def evaluation(*results: TaskResult, seed: int = 0, checkpoint: str = "runs/a/checkpoints/2") -> Evaluation:
-    return Evaluation(checkpoint, "serving", 1, 5, "held-out", seed, results, 1.5, {"jax": "0.10"})
+    return Evaluation(checkpoint, "serving", 1, 5, "held-out", seed, 16, 224, False, results, 1.5, {"jax": "0.10"})
 
 
 def test_successes_are_counted_start_by_start() -> None:
@@ -116,6 +116,26 @@ def test_so_many_actions_of_a_chunk_are_executed(asked: int | None, executed: in
     found = evaluate(setting(execute=asked, episodes=2), player(act), checkpoint="", weights="serving")
     assert found.execute == executed
     assert steps == set(range(0, 15, executed))
+
+
+@pytest.mark.parametrize(("kind", "counted"), [("always", False), ("deadly", None)])
+def test_what_the_policy_makes_its_simulator_do_counts_and_a_worker_that_dies_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool | None
+) -> None:
+    monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
+    (tmp_path / f"101.{kind}").touch()
+    everywhere = player(homeward(range(100, 106)))
+    found = evaluate(setting(workers=1), everywhere, checkpoint="", weights="serving")
+    (task,) = found.results
+    assert [trial.success for trial in task.trials] == [True, counted, True, True, True, True]
+    assert (task.successes, task.run) == (5, 6 if counted is False else 5)
+    assert len(task.trials[1].faults) == 3
+
+
+def test_evaluations_of_different_lengths_are_no_pairs() -> None:
+    short = dataclasses.replace(result((100, True)), limit=7)
+    with pytest.raises(UserError, match="for up to 15 and 7 steps"):
+        compare(evaluation(result((100, True))), evaluation(short))
 
 
 def test_what_was_found_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -247,7 +267,7 @@ def test_a_policy_is_shown_the_cameras_it_needs_and_no_others() -> None:
     assert shown == {"state", "prompt", "images/a"}
 
 
-def test_faults_are_told_and_episodes_that_never_ran_are_not_counted(
+def test_faults_are_told_and_episodes_they_hit_are_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
@@ -257,12 +277,12 @@ def test_faults_are_told_and_episodes_that_never_ran_are_not_counted(
     found = evaluate(setting(), player(homeward(range(100, 106))), checkpoint="", weights="serving")
     (task,) = found.results
     by_start = {trial.start_id: trial for trial in task.trials}
-    assert (by_start[101].success, by_start[101].steps, len(by_start[101].faults)) == (None, 0, 3)
+    assert (by_start[101].success, by_start[101].steps, len(by_start[101].faults)) == (False, 0, 3)
     assert by_start[103].success
     assert by_start[103].faults[0].startswith("raised: ArithmeticError: the solver gave up")
     assert by_start[104].faults == ("not finite: observation state has NaN or Inf",)
     assert not by_start[100].faults
-    assert (task.run, task.successes, pooled(found.results)) == (5, 5, (5, 5))
+    assert (task.run, task.successes, pooled(found.results)) == (6, 5, (5, 6))
     assert faults_of(found) == {"raised": 4, "not finite": 1}
 
 
@@ -370,5 +390,5 @@ def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
         found = list(roll_out(envs, STARTS, act, execute=3, record=True, seed=2))
     hit = [rollout.start_id - STARTS[0] for rollout in found if rollout.faults]
     assert hit == [1, 3], "the second worker's"
-    assert {fault.kind for rollout in found for fault in rollout.faults} == {"died"}
+    assert {fault.kind for rollout in found for fault in rollout.faults} == {"died", "lost"}
     assert_same(found, in_one_process)

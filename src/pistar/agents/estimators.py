@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pistar.config import Aggregation
+from pistar.errors import UserError
 from pistar.types import AnyArray
 
 T = TypeVar("T")
@@ -131,3 +132,28 @@ def resample(key: PRNGKeyArray, weights: Float[Array, " b"]) -> tuple[Int[Array,
     """
     rows = jax.random.categorical(key, jnp.log(weights), shape=weights.shape)
     return rows, weights.mean() / weights[rows]
+
+
+# --- Groups of rollouts -----------------------------------------------------------------------------------------------
+
+
+def leave_one_out(rewards: Float[AnyArray, "g k"]) -> Float[AnyArray, "g k"]:
+    """A_k = R_k − mean_{j≠k} R_j, for each group of K rollouts of one start state.
+
+    With p of K successes: (K − p)/(K − 1) for a success, −p/(K − 1) for a failure. A group's advantages add up to 0.
+    """
+    k = rewards.shape[1]
+    if k < 2:
+        raise UserError(f"A group of {k} rollouts has no others to judge one by; roll out 2 or more from each start.")
+    return (rewards - rewards.mean(axis=1, keepdims=True)) * (k / (k - 1))
+
+
+def informative(rewards: Float[AnyArray, "g k"]) -> Bool[AnyArray, " g"]:
+    """Groups whose rollouts did not all end alike: from the others nothing can be learnt, all advantages are 0."""
+    return rewards.max(axis=1) > rewards.min(axis=1)
+
+
+def standardised(advantages: Float[AnyArray, "g k"]) -> Float[AnyArray, "g k"]:
+    """A / std A within each group, and 0 where all are alike."""
+    spread = advantages.std(axis=1, keepdims=True)
+    return advantages / (spread + 1e-6)

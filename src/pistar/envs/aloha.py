@@ -77,14 +77,20 @@ def _scene(task: str, options: EnvOptions) -> Scene:
         instruction=TASKS[task].instruction,
         fps=50,
         limit=options.limit or 300,
-        # The motors stop at their own limits.
-        action_low=(-math.inf,) * 14,
-        action_high=(math.inf,) * 14,
+        action_low=(*_MOTORS[0], 0.0) * 2,
+        action_high=(*_MOTORS[1], 1.0) * 2,
         train=range(10_000),
         held_out=range(1_000_000, 1_001_000),
         cameras=dict.fromkeys(names, size),
         execute=10,  # as OpenPI's client
     )
+
+
+_MOTORS = (
+    (-3.14158, -1.85005, -1.76278, -3.14158, -1.8675, -3.14158),
+    (3.14158, 1.25664, 1.6057, 3.14158, 2.23402, 3.14158),
+)
+"""An arm's joints at the utmost: what gym-aloha's model lets its motors do, whatever they are told."""
 
 
 class Aloha(StartEnv):
@@ -110,7 +116,7 @@ class Aloha(StartEnv):
         self._draw_layout = getattr(gym_aloha.utils, TASKS[task].layout)
         self._layout = sim.BOX_POSE
         self._flags = {} if options.shadows else {"shadow": False, "reflection": False}
-        self._looked: set[str] = set()
+        self._check = rendering.PictureCheck(self.scene.name)
         visual = self._physics.model.vis
         visual.global_.offwidth = max(visual.global_.offwidth, options.image_size)
         visual.global_.offheight = max(visual.global_.offheight, options.image_size)
@@ -138,9 +144,7 @@ class Aloha(StartEnv):
     def _picture(self, camera: str, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
         # One renderer does all cameras and sizes: several in a process can spoil each other's pictures.
         image = self._physics.render(height, width, camera, render_flag_overrides=self._flags)
-        if camera not in self._looked:
-            rendering.check_picture(image, f"Camera {camera} of {self.scene.name}")
-            self._looked.add(camera)
+        self._check(camera, image)
         return np.ascontiguousarray(image)
 
     def expert_action(self) -> Float[np.ndarray, "14"]:

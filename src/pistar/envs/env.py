@@ -8,6 +8,7 @@ in its units. Nothing here knows of models, and nothing imports JAX: worker proc
 import abc
 import dataclasses
 import difflib
+import functools
 import importlib
 import os
 import sys
@@ -99,6 +100,17 @@ class StartEnv(gymnasium.Env[Seen, np.ndarray], abc.ABC):
         self.metadata = {**self.metadata, "render_fps": scene.fps}
         self._start_id: int | None = None
         self._done: list[np.ndarray] = []
+
+    @functools.cached_property
+    def observation_space(self) -> gymnasium.Space[Any]:  # type: ignore[override]  # known once something was seen
+        """Gymnasium's. Numbers may be anything; pictures have bytes."""
+        if self._start_id is None:
+            self._begin(self.scene.train[0])
+        spaces: dict[str, gymnasium.Space[Any]] = {}
+        for name, seen in self.observe().items():
+            reach: Any = np.finfo(seen.dtype) if seen.dtype.kind == "f" else np.iinfo(seen.dtype)
+            spaces[name] = gymnasium.spaces.Box(reach.min, reach.max, seen.shape, seen.dtype.type)
+        return gymnasium.spaces.Dict(spaces)
 
     @abc.abstractmethod
     def _begin(self, start_id: int) -> None:

@@ -155,7 +155,7 @@ class _Views:
         import mujoco
         from robosuite.utils.observables import Observable, sensor
 
-        self._inside, self._where = inside, where
+        self._inside, self._check = inside, rendering.PictureCheck(where)
         self._graphics: tuple[Any, Any] | None = None
         self._shown = mujoco.MjvOption()
         self._shown.geomgroup[0] = 0  # shapes that collide, simpler than those one should see
@@ -181,7 +181,6 @@ class _Views:
         """The picture as the simulator has it: the lowest row first."""
         import mujoco
 
-        first = self._graphics is None
         if self._graphics is None:
             # Once for all episodes, since all have the same meshes and textures: a second renderer in a process may
             # give noise, and loading takes as long as building the world.
@@ -196,8 +195,7 @@ class _Views:
         whole = mujoco.MjrRect(0, 0, _RENDERED, _RENDERED)
         mujoco.mjr_render(whole, self._scenes[name][1], context)
         mujoco.mjr_readPixels(image, None, whole, context)
-        if first:
-            rendering.check_picture(image, self._where)
+        self._check(name, image)
         return image
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from jaxtyping import Float, UInt8
 
 from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv, missing, nearest
-from pistar.envs.rendering import View, check_picture, headless
+from pistar.envs.rendering import PictureCheck, View, headless
 from pistar.errors import UserError
 
 INSTRUCTIONS = {
@@ -110,6 +110,7 @@ class MetaWorld(StartEnv):
             )
         )
         self._options, self._task = options, task
+        self._check = PictureCheck(self.scene.name)
         kinds, experts = _simulator()
         self._sim = kinds[task]()
         self._sim.max_path_length = self.scene.limit
@@ -153,7 +154,7 @@ class MetaWorld(StartEnv):
     def _picture(self, camera: str) -> UInt8[np.ndarray, "h w 3"]:
         view = View.of(self._sim.model, self._task, (self._options.image_size,) * 2, self._options.shadows)
         picture = view.picture(self._sim.data, camera)
-        check_picture(picture, f"{self.scene.name}, camera {camera},")
+        self._check(camera, picture)
         return picture[::-1, ::-1] if camera in UPSIDE_DOWN else picture
 
     def expert_action(self) -> Float[np.ndarray, " 4"]:

@@ -54,14 +54,28 @@ def headless() -> str:
     )
 
 
-def check_picture(image: UInt8[np.ndarray, "h w 3"], where: str) -> None:
-    """Refuse what is certainly no view of a scene: one colour, or the noise of memory never drawn to."""
-    pixels = image.astype(np.int16)
-    if pixels.std() < 1:
-        raise UserError(f"{where} renders one colour only; set MUJOCO_GL to egl or osmesa and check the camera's name.")
-    # Neighbours in a picture are alike, unlike those in unwritten memory.
-    if np.abs(np.diff(pixels, axis=0)).mean() > 60 and np.abs(np.diff(pixels, axis=1)).mean() > 60:
-        raise UserError(f"{where} renders noise; use one renderer in a process, or set MUJOCO_GL to osmesa.")
+class PictureCheck:
+    """Refuses what is certainly no view of a scene: one colour, or the noise of memory never drawn to.
+
+    A camera whose first picture is none will give no others. If a later one is none, the episode can be run again.
+    """
+
+    def __init__(self, scene: str) -> None:
+        self._scene = scene
+        self._sound: set[str] = set()
+
+    def __call__(self, camera: str, image: UInt8[np.ndarray, "h w 3"]) -> None:
+        pixels = image.astype(np.int16)
+        wrong = ""
+        if pixels.std() < 1:
+            wrong = "one colour only; set MUJOCO_GL to egl or osmesa and check the camera's name"
+        # Neighbours in a picture are alike, unlike those in unwritten memory.
+        elif np.abs(np.diff(pixels, axis=0)).mean() > 60 and np.abs(np.diff(pixels, axis=1)).mean() > 60:
+            wrong = "noise; use one renderer in a process, or set MUJOCO_GL to osmesa"
+        if wrong:
+            kind = RuntimeError if camera in self._sound else UserError
+            raise kind(f"Camera {camera} of {self._scene} renders {wrong}.")
+        self._sound.add(camera)
 
 
 class View:

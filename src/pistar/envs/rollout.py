@@ -19,7 +19,7 @@ from pistar.errors import UserError
 from pistar.types import Episode
 
 TRIES = 3
-"""Of an episode whose environment fails."""
+"""Of an episode whose environment fails. Those it loses by another's failure are not counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def roll_out(
             one = running[slot]
             if isinstance(answer, Fault):
                 one.begin_again(answer)
-                if len(one.faults) < TRIES:
+                if sum(fault.kind != "lost" for fault in one.faults) < TRIES:
                     continue
                 finished[one.index] = Rollout(one.start_id, None, tuple(one.faults))
             else:

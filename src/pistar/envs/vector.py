@@ -79,7 +79,7 @@ class Environments:
         if self._here is not None:
             return {slot: self._here.obey(slot, command) for slot, command in commands.items()}
         found: dict[int, Went | Fault] = {}
-        waiting: dict[int, set[int]] = {}
+        waiting: dict[int, list[int]] = {}
         for slot, command in commands.items():
             if isinstance(command, Begin):
                 self._lost.pop(slot, None)
@@ -87,7 +87,7 @@ class Environments:
                 found[slot] = self._lost[slot]
                 continue
             worker, inner = self._place(slot)
-            waiting.setdefault(worker, set()).add(slot)
+            waiting.setdefault(worker, []).append(slot)
             with contextlib.suppress(OSError):  # it died: noticed below
                 self._workers[worker].connection.send((inner, command))
         heard = dict.fromkeys(waiting, time.monotonic())
@@ -101,11 +101,13 @@ class Environments:
                 except (EOFError, OSError):
                     code = self._workers[worker].process.wait()
                     found |= self._replace(worker, Fault("died", f"its worker ended with code {code}"), waiting)
+                    heard = dict.fromkeys(heard, time.monotonic())  # nobody was listened to meanwhile
                     continue
                 found[slot] = answer
-                waiting[worker].discard(slot)
+                waiting[worker].remove(slot)
             for worker in [each for each in waiting if time.monotonic() - heard[each] > self._patience]:
                 found |= self._replace(worker, Fault("hung", f"no answer for {self._patience:g} s"), waiting)
+                heard = dict.fromkeys(heard, time.monotonic())
             waiting = {worker: slots for worker, slots in waiting.items() if slots}
         return found
 
@@ -113,14 +115,17 @@ class Environments:
         """Whose an environment is, and which of its own."""
         return slot % len(self._workers), slot // len(self._workers)
 
-    def _replace(self, worker: int, fault: Fault, waiting: dict[int, set[int]]) -> dict[int, Fault]:
-        """Another worker for one that is gone; all its episodes are lost, and these are waited for."""
-        lost = self._workers[worker]
-        lost.end()
-        self._lost |= dict.fromkeys(range(worker, self.count, len(self._workers)), fault)
-        self._workers[worker] = _Worker(self._name, self._options, lost.slots, self.chunk)
+    def _replace(self, worker: int, fault: Fault, waiting: dict[int, list[int]]) -> dict[int, Fault]:
+        """Another worker for one that is gone. All its episodes are lost; the fault is that of whoever it was at."""
+        gone = self._workers[worker]
+        gone.end()
+        unheard = waiting.pop(worker)
+        beside = Fault("lost", f"with its worker, which {fault.kind} at another episode")
+        faults = dict.fromkeys(range(worker, self.count, len(self._workers)), beside) | {unheard[0]: fault}
+        self._lost |= faults
+        self._workers[worker] = _Worker(self._name, self._options, gone.slots, self.chunk)
         self._workers[worker].ready()
-        return dict.fromkeys(waiting.pop(worker), fault)
+        return {slot: faults[slot] for slot in unheard}
 
 
 class _Worker:

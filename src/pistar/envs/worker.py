@@ -79,7 +79,7 @@ class Fault:
     """It could not be done, by no fault of the policy."""
 
     kind: str
-    """raised, not finite, died or hung"""
+    """raised, not finite, died, hung; or lost, with a worker that died or hung at another episode"""
     detail: str
 
 

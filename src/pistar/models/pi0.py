@@ -121,15 +121,27 @@ class Pi0(nnx.Module):
         return jnp.mean(jnp.square(predicted - (noise - actions)), axis=-1)
 
     def sample(
-        self, prefix: Prefix, noise: Float[Array, "b *n h a"], *, num_steps: int = 10
+        self,
+        prefix: Prefix,
+        noise: Float[Array, "b *n h a"],
+        *,
+        num_steps: int = 10,
+        away_from: Prefix | None = None,
+        guidance: float | Float[Array, ""] = 1.0,
     ) -> Float[Array, "b *n h a"]:
-        """Follow the flow from noise (t = 1) to actions (t = 0) in Euler steps."""
+        """Follow the flow from noise (t = 1) to actions (t = 0) in Euler steps.
+
+        With another prefix to get away from, by v = v_other + guidance·(v − v_other).
+        """
         dt = -1.0 / num_steps
         batch = noise.shape[:-2]
 
         def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
             x_t, time = carry
             velocity = self.velocity(prefix, x_t, jnp.broadcast_to(time, batch), prefix.state)
+            if away_from is not None:
+                other = self.velocity(away_from, x_t, jnp.broadcast_to(time, batch), away_from.state)
+                velocity = other + guidance * (velocity - other)
             # Time is summed up, not multiplied out: its embedding magnifies the last bit, and OpenPI sums.
             return (x_t + dt * velocity, time + dt), None
 

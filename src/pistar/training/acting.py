@@ -77,6 +77,20 @@ class Actor:
         return robots[[request.slot for request in requests]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Noisy:
+    """An actor whose every action is off by a little, at random but alike for the same seed, start state and step."""
+
+    actor: Actor
+    deviation: float
+    seed: int
+
+    def __call__(self, requests: Sequence[Request]) -> Float[np.ndarray, "b h a"]:
+        chunks = self.actor(requests)
+        off = [np.random.default_rng([self.seed, r.start_id, r.step]).normal(size=chunks.shape[1:]) for r in requests]
+        return chunks + self.deviation * np.stack(off).astype(chunks.dtype)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _chunks(
     config: Pi0Config,

