@@ -285,7 +285,7 @@ def _tell(evaluation: "Evaluation", console: Console) -> None:
         markup=False,
     )
     if faults := faults_of(evaluation):
-        counts = ", ".join(f"{kind} {count} times" for kind, count in faults.items())
+        counts = ", ".join(f"{kind} {count} ×" for kind, count in faults.items())
         trials = [trial for task in evaluation.results for trial in task.trials if trial.faults]
         lost, gave_up = (sum(t.success is kind and t.steps == 0 for t in trials) for kind in (None, False))
         parts = [f"{lost} could not be run at all and are not counted"] if lost else []

@@ -125,24 +125,21 @@ def test_the_loss_is_the_weighted_flow_and_the_distance_to_where_one_began(accum
     noise, time = draw_noise_and_time(KEY, b.actions.shape)
 
     def by_hand(params: Params) -> tuple[Array, tuple[Array, Array]]:
-        flows, aways = [], []
+        x = jnp.stack([time[i] * noise[i] + (1 - time[i]) * b.actions[i] for i in range(4)])
+        now, then = (
+            model.velocity(prefix, x, time, prefix.state)
+            for model in (bind(MODEL, params), bind(MODEL, fresh()))
+            for prefix in (model.encode(b.observations),)
+        )
+        flow = away = jnp.float32(0)
         for i, weight in enumerate([0.75, 0.0, 0.5, 1.0]):  # the last is a demonstration
-            one = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], b.observations)
-            x = time[i] * noise[i] + (1 - time[i]) * b.actions[i]
-            velocity = {}
-            for name, weights in (("now", params), ("then", fresh())):
-                model = bind(MODEL, weights)
-                prefix = model.encode(one)
-                velocity[name] = model.velocity(prefix, x[None], time[i : i + 1], prefix.state)[0]
             for step in range(2):
                 if b.valid[i, step]:
-                    error = velocity["now"][step] - (noise[i, step] - b.actions[i, step])
-                    flows.append(weight * jnp.mean(error**2))
-                    aways.append(jnp.mean((velocity["now"][step] - velocity["then"][step]) ** 2))
-        flow, away = jnp.stack(flows).sum() / 7, jnp.stack(aways).sum() / 7
+                    flow += weight * jnp.mean((now[i, step] - (noise[i, step] - b.actions[i, step])) ** 2) / 7
+                    away += jnp.mean((now[i, step] - then[i, step]) ** 2) / 7
         return flow + 0.3 * away, (flow, away)
 
-    gradient, (flow, away) = jax.grad(by_hand, has_aux=True)(state.policy.trained)
+    gradient, (flow, away) = jax.jit(jax.grad(by_hand, has_aux=True))(state.policy.trained)
     np.testing.assert_allclose(metrics["flow_loss"], flow, rtol=1e-4)
     np.testing.assert_allclose(metrics["anchor_distance"], away, rtol=1e-4)
     for name, before in state.policy.trained.items():
@@ -206,7 +203,7 @@ def test_bad_settings_die_at_birth(changes: dict[str, Any], says: str) -> None:
 # --- A bandit ---------------------------------------------------------------------------------------------------------
 # One state. Demonstrations are 1 or −1, half and half; only 1 is paid. The best policy always does 1.
 
-GROUPS, K, ITERATIONS, UPDATES = 32, 8, 8, 25
+GROUPS, K, ITERATIONS, UPDATES = 32, 8, 12, 25
 PLAYED = GROUPS * K
 
 
@@ -251,7 +248,11 @@ def paid(chunks: np.ndarray) -> np.ndarray:
     return hits.astype(np.float32)
 
 
-def post_train(ript: RiptConfig, iterations: int = ITERATIONS) -> tuple[RiptState, Ript]:
+def post_train(
+    ript: RiptConfig, iterations: int = ITERATIONS, updates: int = UPDATES
+) -> tuple[RiptState, Ript, list[float]]:
+    """Also gives the losses."""
+    losses = []
     agent = Ript(MODEL, ript, optax.adam(1e-3))
     state, update = agent.init_from(imitator()), jax.jit(agent.update)
     rng = np.random.default_rng(1)
@@ -262,9 +263,8 @@ def post_train(ript: RiptConfig, iterations: int = ITERATIONS) -> tuple[RiptStat
         labels: list[Label] = ["none"] * PLAYED
         if ript.weighting == "cfg":
             told = rng.random(PLAYED) >= ript.label_dropout
-            labels = [
-                ("positive" if a > 0 else "negative") if t else "none" for a, t in zip(advantages, told, strict=True)
-            ]
+            kinds: list[Label] = ["none", "positive", "negative"]
+            labels = [kinds[int(np.sign(a)) if t else 0] for a, t in zip(advantages, told, strict=True)]
         data = RiptBatch(
             observation(labels),
             chunks,
@@ -272,9 +272,10 @@ def post_train(ript: RiptConfig, iterations: int = ITERATIONS) -> tuple[RiptStat
             advantages.astype(np.float32),
             np.zeros(PLAYED, bool),
         )
-        for i in range(UPDATES):
-            state, _ = update(state, data, jax.random.key(1000 * iteration + i))
-    return state, agent
+        for i in range(updates):
+            state, metrics = update(state, data, jax.random.key(1000 * iteration + i))
+            losses.append(float(metrics["flow_loss"]))
+    return state, agent, losses
 
 
 def test_the_imitator_plays_both_arms() -> None:
@@ -283,24 +284,23 @@ def test_the_imitator_plays_both_arms() -> None:
 
 @pytest.mark.parametrize("weighting", ["positive", "exp"])
 def test_weighted_imitation_of_own_plays_finds_the_arm_that_pays(weighting: Weighting) -> None:
-    state, agent = post_train(config(weighting=weighting, anchor=0.01))
+    state, agent, _ = post_train(config(weighting=weighting, anchor=0.01))
     assert paid(plays(agent.raw_params(state), 0)).mean() > 0.95
 
 
 def test_labels_find_the_arm_that_pays_and_guidance_does_not_lose_it() -> None:
-    state, agent = post_train(config(weighting="cfg", anchor=0.0))
+    state, agent, _ = post_train(config(weighting="cfg", anchor=0.0))
     params = agent.raw_params(state)
     assert paid(plays(params, 0, "positive")).mean() > 0.95
     assert paid(plays(params, 0, "positive", guidance=1.5)).mean() > 0.95
-    assert paid(plays(params, 0, "negative")).mean() < 0.5
 
 
 def test_signed_weights_run_away_without_the_anchor_and_stay_with_it() -> None:
-    """The summed objective has no bound below: what failed is pushed away from without end."""
-    runaway, agent = post_train(config(weighting="signed", anchor=0.0))
-    tied, _ = post_train(config(weighting="signed", anchor=1.0))
+    """Their objective has no bound below: the longer one batch is learnt from, the further what failed is fled."""
+    runaway, agent, falling = post_train(config(weighting="signed", anchor=0.0), iterations=1, updates=300)
+    tied, _, resting = post_train(config(weighting="signed", anchor=1.0), iterations=1, updates=300)
     gone, stayed = (np.abs(plays(agent.raw_params(state), 0)).max() for state in (runaway, tied))
-    assert gone > 10
-    assert stayed < 3
-    assert paid(plays(agent.raw_params(runaway), 0)).mean() < 0.5
+    assert falling[-1] < 3 * falling[150] < 0
+    assert gone > 2 * stayed
+    assert paid(plays(agent.raw_params(runaway), 0)).mean() < 0.3
     assert paid(plays(agent.raw_params(tied), 0)).mean() > paid(plays(imitator(), 0)).mean()

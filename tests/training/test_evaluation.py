@@ -267,9 +267,7 @@ def test_a_policy_is_shown_the_cameras_it_needs_and_no_others() -> None:
     assert shown == {"state", "prompt", "images/a"}
 
 
-def test_faults_are_told_and_episodes_they_hit_are_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_told_and_episodes_they_hit_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
     (tmp_path / "101.always").touch()
     (tmp_path / "103.raise").touch()
