@@ -301,6 +301,7 @@ def test_signed_weights_run_away_without_the_anchor_and_stay_with_it() -> None:
     tied, _, resting = post_train(config(weighting="signed", anchor=1.0), iterations=1, updates=300)
     gone, stayed = (np.abs(plays(agent.raw_params(state), 0)).max() for state in (runaway, tied))
     assert falling[-1] < 3 * falling[150] < 0
+    assert min(resting) > -1
     assert gone > 2 * stayed
     assert paid(plays(agent.raw_params(runaway), 0)).mean() < 0.3
     assert paid(plays(agent.raw_params(tied), 0)).mean() > paid(plays(imitator(), 0)).mean()
