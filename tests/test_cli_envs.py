@@ -117,7 +117,7 @@ def test_eval_against_a_checkpoint_and_against_what_was_written(
     first, second = ([trial.success for trial in found.results[0].trials] for found in (load_evaluation(out), beside))
     pairs = list(zip(first, second, strict=True))
     counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
-    said = r"both (\d), only mine/1 (\d), only theirs/1 (\d), neither (\d); p = (\S+) that they are equally good"
+    said = r"both (\d), only mine/1 (\d), only theirs/1 (\d), neither (\d); p = (\S+) by McNemar"
     match = re.search(said, told)
     assert match is not None
     assert [int(number) for number in match.groups()[:4]] == counts
@@ -133,7 +133,7 @@ def test_eval_against_a_checkpoint_and_against_what_was_written(
 def test_eval_of_other_start_states_is_not_compared(
     evaluated: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--episodes", "1", "--limit", "3", "--out", str(tmp_path / "one.json"), *SMALL]
+    asked = ["--episodes", "1", "--limit", "12", "--seed", "4", "--out", str(tmp_path / "one.json"), *SMALL]
     with pytest.raises(SystemExit, match="1"):
         cli.main(["eval", str(checkpoints[0]), *REACH, *asked, "--against", str(evaluated)])
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
@@ -157,6 +157,8 @@ def test_eval_of_other_start_states_is_not_compared(
         ([*REACH, "--robot", "aloha"], "robot is aloha but the policy was trained with metaworld"),
         ([*REACH, "--save-dataset", "."], "--save-dataset . exists already; datasets are never written over"),
         ([*REACH, "--against", "nowhere"], "--against nowhere does not exist"),
+        ([*REACH, "--seed", "-1"], "--seed is -1"),
+        ([*REACH, "--video", "-1"], "--video is -1"),
     ],
 )
 def test_eval_mistakes_are_one_line(
@@ -175,6 +177,33 @@ def test_eval_reads_what_it_is_compared_with_before_it_runs(
     (tmp_path / "no.json").write_text(json.dumps({"checkpoint": "x"}))
     against, out = str(tmp_path / "no.json"), str(tmp_path / "out.json")
     assert "is missing" in mistake(capsys, "eval", str(checkpoints[0]), *REACH, "--against", against, "--out", out)
+
+
+def test_eval_knows_before_it_runs_what_could_not_be_compared_or_written(
+    evaluated: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, mine = evaluated.read_bytes(), [str(checkpoints[0]), *REACH, "--episodes", "3", *SMALL]
+    pair, out = ["--against", str(evaluated)], ["--out", str(tmp_path / "out.json")]
+    assert "was made with seed 4; pairs need the same: --seed 4" in mistake(capsys, "eval", *mine, *pair, *out)
+    other = ["--seed", "4", "--limit", "7"]
+    assert "--limit is 7 and" in mistake(capsys, "eval", *mine, *pair, *out, *other)
+    assert "would be written over" in mistake(capsys, "eval", *mine, *pair, "--out", str(evaluated))
+    for name in ("picture.png", "."):
+        assert "name FILE.json" in mistake(capsys, "eval", *mine, "--out", name)
+    assert evaluated.read_bytes() == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_is_one_word(
+    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pistar.training.evaluation.roll_out", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main(["eval", str(checkpoints[0]), *REACH, "--episodes", "1", *SMALL, "--out", str(tmp_path / "out.json")])
+    assert capsys.readouterr().err.strip().endswith("Interrupted.")
 
 
 def test_a_policy_of_another_robot_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +241,23 @@ def test_collect_takes_cameras_and_a_mixture_and_noise_of_its_seed(
     assert again.cameras == ()
 
 
+def test_collect_by_a_policy_with_noise_is_off_by_that_and_the_same_again(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--episodes", "2", "--policy", str(checkpoints[0]), "--limit", "5", *SMALL]
+    for name, noise in (("plain", "0"), ("noisy", "0.01"), ("again", "0.01")):
+        cli.main(["data", "collect", REACH[1], str(tmp_path / name), *options, "--noise", noise])
+    capsys.readouterr()
+    plain, noisy, again = (
+        open_dataset(tmp_path / name).columns(["action"])["action"] for name in ("plain", "noisy", "again")
+    )
+    np.testing.assert_array_equal(noisy, again)
+    within = np.abs(plain) < 0.9  # of the limits, where noise is cut off
+    off = (noisy - plain)[within]
+    assert within.sum() >= 10
+    assert 0.004 < off.std() < 0.02
+
+
 def test_collect_by_a_policy_keeps_what_was_executed(
     checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +277,8 @@ def test_collect_by_a_policy_keeps_what_was_executed(
         ([REACH[1], "--episodes", "1", "--expert", "--mixed", "0.5"], "Say who acts"),
         ([REACH[1], "--episodes", "1", "--mixed", "2"], "--mixed is 2.0; it is a share from 0 to 1"),
         ([REACH[1], "--episodes", "1", "--expert", "--noise", "-1"], "--noise is -1.0"),
+        ([REACH[1], "--episodes", "1", "--expert", "--noise", "nan"], "--noise is nan"),
+        ([REACH[1], "--episodes", "1", "--expert", "--seed", "-1"], "--seed is -1"),
         (["metaworld/reach", "--episodes", "1", "--expert"], "metaworld has no task 'reach'; did you mean reach-v3"),
         ([REACH[1], "--episodes", "20000", "--expert"], "--episodes is 20000; metaworld/reach-v3 has 10000 train"),
         ([REACH[1], "--episodes", "1", "--policy", "nowhere"], "nowhere does not exist"),

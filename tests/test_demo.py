@@ -24,6 +24,10 @@ def test_the_demo_runs_through_and_goes_on_where_it_was(tmp_path: Path, capsys: 
     main(["verify", str(next((out / "runs" / "acrlpd" / "checkpoints").iterdir()))])
     assert "Whole and sound" in capsys.readouterr().out
 
+    with pytest.raises(SystemExit):
+        main(["demo", "--quick", "--out", str(out), "--seed", "1"])
+    assert "holds a demo with seed 0; choose another --out" in capsys.readouterr().err.replace("\n", " ")
+
     # Where imitation fails and ACRLPD succeeds there is a film; with nothing learnt, pretend that was so.
     won = (out / "acrlpd.json").read_text().replace('"success": false', '"success": true', 1)
     (out / "acrlpd.json").write_text(won)

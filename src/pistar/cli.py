@@ -62,21 +62,24 @@ def verify(
     Console().print("Whole and sound.")
 
 
-def demo(out: Path = Path("demo"), seed: int = 0, quick: bool = False) -> None:
+def demo(out: Path | None = None, seed: int = 0, quick: bool = False) -> None:
     """See ACRLPD beat imitation in a simulator, end to end, in some 13 minutes on two free cores.
 
     Collects imperfect demonstrations of Meta-World's pick-place as a LeRobot dataset, trains a small π₀ by imitation
     and by ACRLPD, judges them on the same start states, and leaves a picture, a film and an OpenPI checkpoint.
 
     Args:
-        out: Folder for all of it. A demo that was stopped goes on there.
+        out: Folder for all of it, demo or quick_demo if left out. A demo that was stopped goes on there.
         seed: Of everything.
         quick: A minute of everything, to see that it runs; the policies learn nothing in it.
     """
     from pistar import demo as demonstration
 
+    if seed < 0:
+        raise UserError(f"--seed is {seed}; give a whole number from 0 up.")
     budget = demonstration.QUICK if quick else demonstration.Budget()
-    demonstration.run(out, seed, budget, Console(highlight=False))
+    folder = out or Path("quick_demo" if quick else "demo")
+    demonstration.run(folder, seed, budget, Console(highlight=False))
 
 
 def presets() -> None:
@@ -374,6 +377,9 @@ def main(args: Sequence[str] | None = None) -> None:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="pistar", description="RL post-training for π₀-family robot policies.", args=args
         )
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted.")
+        sys.exit(130)
     except (UserError, PermissionError, FileExistsError, NotADirectoryError) as error:
         if isinstance(error, OSError):
             error = UserError(f"{error.filename}: {error.strerror}; check the path and its permissions.")

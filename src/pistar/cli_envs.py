@@ -77,11 +77,20 @@ def evaluate(
 
     console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
     find_tasks(env)  # before anything is loaded
+    if out.suffix != ".json" or out.is_dir():
+        raise UserError(f"--out is {out}; an evaluation is a JSON file: name FILE.json.")
+    if against is not None and against.resolve() == out.resolve():
+        raise UserError(f"--against and --out are both {out}; it would be written over before it is compared with.")
+    _check_numbers(seed, video)
     if save_dataset is not None and save_dataset.exists():
         raise UserError(f"--save-dataset {save_dataset} exists already; datasets are never written over.")
     if against is not None and not against.exists():
         raise UserError(f"--against {against} does not exist; name a checkpoint or a JSON file of pistar eval.")
     second = load_evaluation(against) if against is not None and against.suffix == ".json" else None
+    if second is not None and second.seed != seed:
+        raise UserError(f"{against} was made with seed {second.seed}; pairs need the same: --seed {second.seed}.")
+    if second is not None and limit is not None and {task.limit for task in second.results} != {limit}:
+        raise UserError(f"--limit is {limit} and {against} was made with another; pairs need the same.")
     use_compilation_cache()
 
     def player(path: Path, best: int) -> "Player":
@@ -113,7 +122,7 @@ def evaluate(
         console.print(
             f"On the same start states: both {pairs.both}, only {_label(checkpoint)} {pairs.only_first}, "
             f"only {_label(second.checkpoint)} {pairs.only_second}, neither {pairs.neither}; "
-            f"p = {pairs.p:.2g} that they are equally good (McNemar, exact).",
+            f"p = {pairs.p:.2g} by McNemar's exact test.",
             markup=False,
         )
     console.print(f"Wrote {out}", markup=False)
@@ -174,8 +183,9 @@ def collect(
         raise UserError("Say who acts: one of --expert, --mixed 0.75 and --policy CHECKPOINT.")
     if mixed is not None and not 0 <= mixed <= 1:
         raise UserError(f"--mixed is {mixed}; it is a share from 0 to 1 (try 0.75).")
-    if noise < 0:
-        raise UserError(f"--noise is {noise}; a deviation is at least 0.")
+    if not 0 <= noise < float("inf"):
+        raise UserError(f"--noise is {noise}; a deviation is a number of at least 0.")
+    _check_numbers(seed)
     tasks = find_tasks(env)
     if out.exists():
         raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
@@ -247,6 +257,12 @@ def _evaluate(
         record = save_dataset is not None
         told = str(path)
         return evaluate(setting, player, checkpoint=told, weights=weights, best_of=best_of, each=each, record=record)
+
+
+def _check_numbers(seed: int, video: int = 0) -> None:
+    for name, value in (("seed", seed), ("video", video)):
+        if value < 0:
+            raise UserError(f"--{name} is {value}; give a whole number from 0 up.")
 
 
 def _label(path: str | Path) -> str:

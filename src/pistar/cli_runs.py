@@ -206,6 +206,8 @@ def weigh(
     from pistar.training.offline import use_compilation_cache
     from pistar.training.weighing import weigh as weigh_windows
 
+    if out.suffix != ".npz" or out.is_dir():
+        raise UserError(f"{out} is no name for weights, which are an npz file; name FILE.npz.")
     if beta is not None and not 0 < beta < float("inf"):
         raise UserError(f"--beta is {beta}; a temperature is positive and finite (try 0.5).")
     if clip is not None and not 1 <= clip < float("inf"):

@@ -101,6 +101,11 @@ def test_a_folder_with_one_checkpoint_below_is_that_checkpoint(unpacked: Path, b
         assert checkpoint.contract is None
 
 
+def test_a_way_round_to_a_checkpoint_leads_there(unpacked: Path) -> None:
+    with open_checkpoint(unpacked / "tiny_pi0" / "exp" / ".." / "exp" / "7") as checkpoint:
+        assert all(np.isfinite(leaf.read()).all() for leaf in checkpoint.leaves())
+
+
 def test_a_lone_params_folder_has_no_neighbours(unpacked: Path, tmp_path: Path) -> None:
     shutil.copytree(unpacked / "tiny_pi0/exp/7/params", tmp_path / "weights")
     with open_checkpoint(str(tmp_path / "weights")) as checkpoint:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
 import shutil
 import tarfile
@@ -118,7 +119,7 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
             raise UserError(f"{address} is a remote address; download it first, for example with `gsutil -m cp -r`.")
         raise UserError(f"{path} does not exist; name a checkpoint folder (with params/ in it) or its .tar.gz.")
     if path.is_dir():
-        yield _find(path.absolute(), str(path))
+        yield _find(Path(os.path.abspath(path)), str(path))  # without "..", which Orbax's files do not take
         return
     with tempfile.TemporaryDirectory(prefix="pistar-") as folder:
         _unpack(path, Path(folder))

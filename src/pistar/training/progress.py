@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pistar.config import AcrlpdConfig
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Rollout
 from pistar.training.config import RLTrainConfig
@@ -26,7 +27,7 @@ def describe(run: Run, console: Console) -> None:
     rows = {
         "model": f"{config.model.model_type}, chunks of {config.model.action_horizon} × {run.contract.action_dim}",
         "starts from": config.checkpoint or "fresh weights",
-        "algorithm": type(config.algorithm).__name__.removesuffix("Config").lower(),
+        "algorithm": _algorithm(config),
         "data": ", ".join(config.data.datasets),
         "episodes": f"{train} to train on, {held_out} held out; {run.windows} windows",
         "norm stats": f"{config.norm_kind}, from {run.norm_stats_from}",
@@ -39,6 +40,15 @@ def describe(run: Run, console: Console) -> None:
     console.print(table)
     for note in run.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def _algorithm(config: RLTrainConfig) -> str:
+    name = type(config.algorithm).__name__.removesuffix("Config").lower()
+    if isinstance(config.algorithm, AcrlpdConfig) and config.algorithm.actor == "none":
+        return f"{name}, its critic only"
+    if config.data.weighed is not None:
+        return f"{name}, windows drawn by {config.data.weighed}"
+    return f"{name}, of successful episodes" if config.data.only_successes else name
 
 
 class ProgressLine:

@@ -261,10 +261,9 @@ def _schedule_notes(config: RLTrainConfig) -> list[str]:
     updates = {"policy_optimizer": float(config.steps)}
     if isinstance(config.algorithm, AcrlpdConfig):
         a = config.algorithm
-        updates = {
-            "policy_optimizer": (config.steps - a.critic_warmup) / a.actor_delay,
-            "critic_optimizer": float(config.steps * a.critic_updates),
-        }
+        updates = {"critic_optimizer": float(config.steps * a.critic_updates)}
+        if a.actor != "none":
+            updates["policy_optimizer"] = (config.steps - a.critic_warmup) / a.actor_delay
     notes = []
     for name, made in updates.items():
         schedule = getattr(config, name).schedule
