@@ -248,13 +248,20 @@ def paid(chunks: np.ndarray) -> np.ndarray:
     return hits.astype(np.float32)
 
 
+@functools.cache
+def trainer(anchor: float) -> tuple[Ript, Callable[..., tuple[RiptState, dict[str, Array]]]]:
+    """Given weights for advantages, which `signed` takes as they are: one program does for every weighting."""
+    agent = Ript(MODEL, config(weighting="signed", anchor=anchor), optax.adam(1e-3))
+    return agent, jax.jit(agent.update)
+
+
 def post_train(
     ript: RiptConfig, iterations: int = ITERATIONS, updates: int = UPDATES
 ) -> tuple[RiptState, Ript, list[float]]:
     """Also gives the losses."""
     losses = []
-    agent = Ript(MODEL, ript, optax.adam(1e-3))
-    state, update = agent.init_from(imitator()), jax.jit(agent.update)
+    agent, update = trainer(ript.anchor)
+    state = agent.init_from(imitator())
     rng = np.random.default_rng(1)
     asked: Label = "positive" if ript.weighting == "cfg" else "none"
     for iteration in range(iterations):
@@ -269,7 +276,7 @@ def post_train(
             observation(labels),
             chunks,
             np.ones((PLAYED, 2), bool),
-            advantages.astype(np.float32),
+            chunk_weights(ript, jnp.asarray(advantages, jnp.float32)),
             np.zeros(PLAYED, bool),
         )
         for i in range(updates):
@@ -284,7 +291,7 @@ def test_the_imitator_plays_both_arms() -> None:
 
 @pytest.mark.parametrize("weighting", ["positive", "exp"])
 def test_weighted_imitation_of_own_plays_finds_the_arm_that_pays(weighting: Weighting) -> None:
-    state, agent, _ = post_train(config(weighting=weighting, anchor=0.01))
+    state, agent, _ = post_train(config(weighting=weighting, anchor=0.0))
     assert paid(plays(agent.raw_params(state), 0)).mean() > 0.95
 
 

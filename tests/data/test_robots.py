@@ -159,7 +159,8 @@ def test_a_known_robot_is_found() -> None:
 def test_robots_speak_the_models_camera_names_and_travel_to_workers(name: str) -> None:
     robot = pickle.loads(pickle.dumps(ROBOTS[name]))
     out = enter(robot, EXAMPLES[name]())
-    assert tuple(out["image"]) == tuple(out["image_mask"]) == CAMERAS
+    # Without any camera one that is masked will do.
+    assert tuple(out["image"]) == tuple(out["image_mask"]) == (CAMERAS[:1] if name == "metaworld" else CAMERAS)
     assert out["state"].shape == (robot.state_dim,)
     assert out["actions"].shape[-1] == robot.action_dim
 
