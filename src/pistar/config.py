@@ -309,8 +309,6 @@ class AcrlpdConfig:
 class RiptConfig:
     """Online post-training from 0/1 success: K rollouts of a start state, each judged by the others. docs/ript.md."""
 
-    group: int = 8
-    """K: rollouts of one start state."""
     weighting: Weighting = "positive"
     """What an advantage A makes of a chunk's weight. `positive`: max(A, 0). `exp`: exp(A / β), clipped. `signed`: A
     itself, which has no bound below and needs the anchor. `cfg`: 1 for all; A's sign is told in the prompt."""
@@ -324,10 +322,6 @@ class RiptConfig:
     """The largest weight of `exp`."""
     anchor: float = 0.1
     """λ: weight of the squared distance between the policy's velocity and that of the policy the run began with."""
-    label_dropout: float = 0.1
-    """`cfg`: share of chunks that are told nothing, which is what guidance starts from."""
-    guidance: float = 1.5
-    """`cfg`: s in v = v_null + s·(v_positive − v_null) when acting."""
     ema_decay: float | None = 0.99
     """Of the policy that acts in evaluations and is saved. None: the trained one does."""
     ema_dtype: DType = "float32"
@@ -336,8 +330,6 @@ class RiptConfig:
     def __post_init__(self) -> None:
         _check_choice(self, "weighting", Weighting)
         _check_choice(self, "ema_dtype", DType)
-        if self.group < 2:
-            raise UserError(f"group is {self.group}; a rollout is judged by the others of its start, so 2 or more (8).")
         if self.advantage_clip is not None and not 0 < self.advantage_clip < math.inf:
             raise UserError(f"advantage_clip is {self.advantage_clip}; use a positive number, or None for no limit.")
         if not 0 < self.beta < math.inf:
@@ -346,14 +338,5 @@ class RiptConfig:
             raise UserError(f"weight_clip is {self.weight_clip}; an advantage of 0 weighs 1, clip above that (20).")
         if not 0 <= self.anchor < math.inf:
             raise UserError(f"anchor is {self.anchor}; it weighs a distance, use 0 or more (0.1).")
-        if not 0 <= self.label_dropout < 1:
-            raise UserError(f"label_dropout is {self.label_dropout}; it is a share, from 0 to below 1 (0.1).")
-        if self.weighting == "cfg" and self.guidance != 1 and self.label_dropout == 0:
-            raise UserError(
-                f"guidance is {self.guidance} and label_dropout 0: guidance starts from what a policy told "
-                "nothing does, and it would never learn that; drop some labels (0.1), or set guidance 1."
-            )
-        if not 0 < self.guidance < math.inf:
-            raise UserError(f"guidance is {self.guidance}; 1 follows the label as it was learnt, more exaggerates it.")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise UserError(f"ema_decay is {self.ema_decay}; use 0 to below 1 (0.99), or None for no average.")

@@ -184,14 +184,10 @@ def test_guidance_goes_on_from_the_unlabelled_velocity_past_the_labelled_one() -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"group": 1}, "group is 1"),
         ({"beta": 0.0}, "beta is 0"),
         ({"weight_clip": 0.5}, "weight_clip is 0.5"),
         ({"anchor": -1.0}, "anchor is -1"),
         ({"advantage_clip": 0.0}, "advantage_clip is 0"),
-        ({"label_dropout": 1.0}, "label_dropout is 1"),
-        ({"weighting": "cfg", "label_dropout": 0.0}, "it would never learn that"),
-        ({"guidance": 0.0}, "guidance is 0"),
         ({"ema_decay": 1.0}, "ema_decay is 1"),
     ],
 )
@@ -269,7 +265,7 @@ def post_train(
         advantages = group_advantages(ript, paid(chunks).reshape(GROUPS, K)).reshape(-1)
         labels: list[Label] = ["none"] * PLAYED
         if ript.weighting == "cfg":
-            told = rng.random(PLAYED) >= ript.label_dropout
+            told = rng.random(PLAYED) >= 0.1  # the others are told nothing: what guidance starts from
             kinds: list[Label] = ["none", "positive", "negative"]
             labels = [kinds[int(np.sign(a)) if t else 0] for a, t in zip(advantages, told, strict=True)]
         data = RiptBatch(

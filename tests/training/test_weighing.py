@@ -21,7 +21,7 @@ from pistar.training.metrics import read_metrics
 from pistar.training.offline import train
 from pistar.training.plan import abstract_state
 from pistar.training.run import first_params, prepare
-from pistar.training.saving import restore, sort_leaves
+from pistar.training.saving import parts_of, restore
 from pistar.training.sharding import make_mesh, state_sharding
 from pistar.training.weighing import Weighed, weigh
 from small_run import LEROBOT, small_run
@@ -68,13 +68,7 @@ def test_windows_weigh_what_their_advantage_over_the_policys_own_chunks_says(
     assert isinstance(source, ChunkSource)
     abstract = abstract_state(config, agent)
     where = state_sharding(abstract, run.mesh)
-    state, _ = restore(
-        critic.folder / "checkpoints",
-        12,
-        abstract,
-        where,
-        lambda s: sort_leaves(s, agent.policy_params(s), agent.raw_params(s)),
-    )
+    state, _ = restore(critic.folder / "checkpoints", 12, abstract, where, lambda s: parts_of(agent, s))
     with jax.set_mesh(run.mesh):
         batch = gather_chunks(source, source.starts[:4])
         asked = jax.jit(agent.advantages)(state, batch, jax.random.fold_in(jax.random.key(config.seed), 0))

@@ -63,6 +63,13 @@ def make(task: str, options: EnvOptions) -> "Aloha":
     return Aloha(task, options)
 
 
+_MOTORS = (
+    (-3.14158, -1.85005, -1.76278, -3.14158, -1.8675, -3.14158),
+    (3.14158, 1.25664, 1.6057, 3.14158, 2.23402, 3.14158),
+)
+"""An arm's joints at the utmost: what gym-aloha's model lets its motors do, whatever they are told."""
+
+
 def _scene(task: str, options: EnvOptions) -> Scene:
     names = ("images/cam_high",) if options.cameras is None else options.cameras
     for name in names:
@@ -84,13 +91,6 @@ def _scene(task: str, options: EnvOptions) -> Scene:
         cameras=dict.fromkeys(names, size),
         execute=10,  # as OpenPI's client
     )
-
-
-_MOTORS = (
-    (-3.14158, -1.85005, -1.76278, -3.14158, -1.8675, -3.14158),
-    (3.14158, 1.25664, 1.6057, 3.14158, 2.23402, 3.14158),
-)
-"""An arm's joints at the utmost: what gym-aloha's model lets its motors do, whatever they are told."""
 
 
 class Aloha(StartEnv):

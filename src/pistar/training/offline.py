@@ -42,7 +42,7 @@ from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, 
 from pistar.training.plan import abstract_state, components
 from pistar.training.progress import ProgressLine, describe
 from pistar.training.run import Run, first_params, prepare
-from pistar.training.saving import Parts, Saver, restore, saved_steps, sort_leaves
+from pistar.training.saving import Saver, parts_of, restore, saved_steps
 from pistar.training.sharding import dtype_problems, optimizer_problems, state_problems, state_sharding, tree_report
 
 CONFIG_FILE = "config.yaml"
@@ -87,7 +87,7 @@ def train(
             begin = jax.jit(lambda params: _first_state(run, params), donate_argnums=0, out_shardings=where)
             state = in_step("the first state", begin)(first_params(config, run.mesh))
         else:
-            state, window = restore(checkpoints, start_from, abstract, where, lambda s: _sorted(run.agent, s))
+            state, window = restore(checkpoints, start_from, abstract, where, lambda s: parts_of(run.agent, s))
         step = start_from or 0
         memory.mark("loaded", **components(state))
         if debug:
@@ -128,11 +128,11 @@ def train(
                         audit.warn(found, console)
                         memory.mark(f"audit at {step}", **components(state))
                 if step % config.save_every == 0 or step == config.steps:
-                    saver.save(step, _sorted(run.agent, state), window, log.flush)
+                    saver.save(step, parts_of(run.agent, state), window, log.flush)
             batches.close()
             if stop.heard and step % config.save_every and step < config.steps:
                 line.says(f"saving step {step}")
-                saver.save(step, _sorted(run.agent, state), window, log.flush)
+                saver.save(step, parts_of(run.agent, state), window, log.flush)
             saver.wait()
             memory.mark("end", **components(state))
     if debug:
@@ -187,10 +187,6 @@ def _first_state(run: Run, params: Params) -> Any:  # noqa: ANN401  # the agent'
         return run.agent.init_from(params)
     # Apart from the keys of the steps, which count from 0.
     return run.agent.init_from(params, jax.random.fold_in(jax.random.key(run.config.seed), 2**31))
-
-
-def _sorted(agent: Any, state: object) -> Parts:  # noqa: ANN401  # any agent, and its own state
-    return sort_leaves(state, agent.policy_params(state), agent.raw_params(state))
 
 
 def _check_shapes(run: Run, abstract: object, console: Console) -> None:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,11 @@ def sort_leaves(state: object, served: Params, raw: Params) -> Parts:
     kept = {name: leaf for name, leaf in raw.items() if served.get(name) is not leaf}
     placed = {id(leaf) for leaf in (*served.values(), *kept.values())}
     return Parts(served, kept, {name: leaf for name, leaf in _named_leaves(state) if id(leaf) not in placed})
+
+
+def parts_of(agent: Any, state: object) -> Parts:  # noqa: ANN401  # any agent, and its own state
+    """An agent's state, sorted."""
+    return sort_leaves(state, agent.policy_params(state), agent.raw_params(state))
 
 
 def _named_leaves(tree: object) -> Iterator[tuple[str, jax.Array]]:

@@ -22,7 +22,7 @@ from pistar.errors import UserError
 from pistar.training.config import load_config
 from pistar.training.plan import abstract_state
 from pistar.training.run import prepare
-from pistar.training.saving import restore, sort_leaves
+from pistar.training.saving import parts_of, restore
 from pistar.training.sharding import over_rows, state_sharding
 
 Progress = Callable[[int, int], None]
@@ -80,13 +80,7 @@ def weigh(
     ask = jax.jit(agent.advantages)
     advantages = []
     with jax.set_mesh(run.mesh):
-        state, _ = restore(
-            checkpoint.parent,
-            int(checkpoint.name),
-            abstract,
-            where,
-            lambda s: sort_leaves(s, agent.policy_params(s), agent.raw_params(s)),
-        )
+        state, _ = restore(checkpoint.parent, int(checkpoint.name), abstract, where, lambda s: parts_of(agent, s))
         for source in sources:
             for begin in range(0, len(source.starts), size):
                 starts = source.starts[begin : begin + size]
