@@ -88,7 +88,7 @@ def trained_checkpoint(folder: Path, preset: str) -> Path:
     return path
 
 
-def request(start_id: int, step: int = 0, slot: int = 0) -> Request:
+def request(start_id: int, step: int = 0, place: int = 0) -> Request:
     """What an environment might ask; what it sees depends on start and step alone."""
     state = np.random.default_rng([start_id, step]).normal(0, 0.3, 17).astype(np.float32)
-    return Request({"state": state, "prompt": np.asarray(PROMPT)}, start_id, step, slot)
+    return Request({"state": state, "prompt": np.asarray(PROMPT)}, start_id, step, place)

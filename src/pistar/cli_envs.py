@@ -70,6 +70,7 @@ def evaluate(
         prompt_format: pi05 writes the state into the prompt; the model's own if left out.
     """
     from pistar.envs.env import EnvOptions, find_tasks
+    from pistar.envs.rollout import batch_size
     from pistar.training.acting import Actor, load_judge
     from pistar.training.evaluation import Player, Setting, compare, load_evaluation
     from pistar.training.offline import use_compilation_cache
@@ -97,7 +98,11 @@ def evaluate(
         told = {"robot": robot, "tokenizer": tokenizer, "asset_id": asset_id, "action_horizon": action_horizon}
         policy = load_policy(path, prompt_format=prompt_format, weights=weights, **told)  # type: ignore[arg-type]
         judge = load_judge(path) if best > 1 else None
-        return Player(lambda count: Actor(policy, count, seed, best, judge), policy.robot, policy.config.action_horizon)
+        return Player(
+            lambda count: Actor(policy, batch_size(count), seed, best, judge),
+            policy.robot,
+            policy.config.action_horizon,
+        )
 
     options = EnvOptions(limit=limit, shadows=shadows)
     setting = Setting(env, episodes, starts, execute, environments, workers, options, seed=seed, films=video)
@@ -171,6 +176,7 @@ def collect(
     """
     from pistar.data.robots import find_robot
     from pistar.envs.env import EnvOptions, find_tasks
+    from pistar.envs.rollout import batch_size
     from pistar.envs.worker import Script
     from pistar.training.acting import Actor, Noisy
     from pistar.training.evaluation import Player, Setting, dataset_writer, run_task
@@ -196,7 +202,7 @@ def collect(
         loaded = load_policy(policy, robot=robot, tokenizer=tokenizer)
 
         def noisy(count: int) -> "Act":
-            act = Actor(loaded, count, seed)
+            act = Actor(loaded, batch_size(count), seed)
             return act if noise == 0 else Noisy(act, noise, seed)
 
         player = Player(noisy, loaded.robot, loaded.config.action_horizon)

@@ -22,7 +22,7 @@ from pistar.config import AcrlpdConfig
 from pistar.data.frames import progress_bar
 from pistar.data.robots import find_robot
 from pistar.envs.env import EnvOptions
-from pistar.envs.rollout import roll_out
+from pistar.envs.rollout import batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
 from pistar.errors import UserError
@@ -249,7 +249,7 @@ def _weigh(critic: Path, weights: Path, console: Console) -> None:
 
 def _player(checkpoint: Path, seed: int) -> Player:
     policy = load_policy(checkpoint)
-    return Player(lambda count: Actor(policy, count, seed), policy.robot, policy.config.action_horizon)
+    return Player(lambda count: Actor(policy, batch_size(count), seed), policy.robot, policy.config.action_horizon)
 
 
 def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Console) -> Evaluation:

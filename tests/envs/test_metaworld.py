@@ -1,9 +1,11 @@
 """Meta-World itself, not a copy of it."""
 
+import pickle
 import sys
 
 import numpy as np
 import pytest
+from scipy.spatial.transform import Rotation
 
 from pistar.envs.behaviours import mixed
 from pistar.envs.env import EnvOptions, find_tasks, make_env
@@ -69,6 +71,32 @@ def test_start_states_differ_and_are_meta_worlds_own(arm: MetaWorld) -> None:
 def test_the_expert_succeeds_and_success_ends_the_episode(arm: MetaWorld) -> None:
     endings = [run_expert(arm, start_id)[1] for start_id in range(1_000_000, 1_000_008)]
     assert endings.count("success") >= 7
+
+
+@pytest.mark.parametrize("task", INSTRUCTIONS)
+def test_leaner_steps_and_resets_are_meta_worlds_own(task: str) -> None:
+    """Beside the original, under its expert and then under random pushes: the same numbers and successes."""
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+    from metaworld.types import Task
+
+    ours = MetaWorld(task, EnvOptions())
+    kind = ALL_V3_ENVIRONMENTS[task]
+    theirs = kind()
+    rng = np.random.default_rng(0)
+    for start_id, by_expert in ((3, 160), (1_000_001, 0)):
+        ours.begin(start_id)
+        start = {"env_cls": kind, "rand_vec": ours._start_vector(start_id), "partially_observable": False}
+        theirs.set_task(Task(task, pickle.dumps(start)))
+        np.testing.assert_allclose(ours._now, theirs.reset()[0], rtol=0, atol=1e-12)
+        for step in range(by_expert + 20):
+            action = ours.expert_action() if step < by_expert else rng.uniform(-1, 1, 4)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys.modules[kind.__module__], "Rotation", Rotation, raising=False)
+                seen, _, _, _, told = theirs.step(action.astype(np.float32))
+            told_ours = ours._sim.step(action.astype(np.float32))
+            np.testing.assert_allclose(told_ours[0], seen, rtol=0, atol=1e-12)
+            ours._now = told_ours[0]
+            assert told_ours[4]["success"] == told["success"]
 
 
 def test_touching_is_what_meta_world_calls_so(arm: MetaWorld) -> None:

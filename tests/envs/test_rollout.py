@@ -89,24 +89,25 @@ def test_the_policy_is_asked_for_all_at_once_and_again_after_so_many_actions() -
         assert all(str(request.observation["prompt"]) == "come home" for request in requests)
         return np.zeros((len(requests), CHUNK, 2))
 
-    with Environments(TOY, EnvOptions(limit=7), count=2, workers=0) as envs:
+    with Environments(TOY, EnvOptions(limit=7), count=4, workers=0) as envs:
         clock = Clock()
         found = list(roll_out(envs, [1, 2, 3], act, execute=3, clock=clock))
-    assert asked == [[(1, 0), (2, 0)], [(1, 3), (2, 3)], [(1, 6), (2, 6)], [(3, 0)], [(3, 3)], [(3, 6)]]
+    assert asked == [[(1, 0), (2, 0)], [(3, 0)], [(1, 3), (2, 3)], [(3, 3)], [(1, 6), (2, 6)], [(3, 6)]]
     assert clock.steps == 21
+    assert clock.simulators > 0
     assert all(rollout.episode is not None and not rollout.episode.observations for rollout in found)
 
 
 def test_an_episode_begins_while_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[int, str]] = []
 
-    def do(self: Environments, commands: Mapping[int, Begin | Go]) -> dict[int, Went | Fault]:
+    def tell(self: Environments, commands: Mapping[int, Begin | Go]) -> None:
         told.append({slot: type(command).__name__ for slot, command in commands.items()})
-        return really(self, commands)
+        really(self, commands)
 
-    really = Environments.do
-    monkeypatch.setattr(Environments, "do", do)
-    with Environments(TOY, EnvOptions(limit=4), count=2, workers=0) as envs:
+    really = Environments.tell
+    monkeypatch.setattr(Environments, "tell", tell)
+    with Environments(TOY, EnvOptions(limit=4), count=4, workers=0) as envs:
 
         def act(requests: Sequence[Request]) -> np.ndarray:  # the first comes home at once, the second never does
             return np.array([np.tile(-r.observation["state"] * (r.start_id == near), (CHUNK, 1)) for r in requests])
@@ -114,8 +115,55 @@ def test_an_episode_begins_while_the_others_go_on(monkeypatch: pytest.MonkeyPatc
         near = next(
             start for start in range(100) if np.linalg.norm(np.random.default_rng(start).uniform(-1, 1, 2)) < 0.2
         )
-        assert len(list(roll_out(envs, [near, near + 1, near + 2], act, execute=1))) == 3
-    assert told[:3] == [{0: "Begin", 1: "Begin"}, {0: "Go", 1: "Go"}, {0: "Begin", 1: "Go"}]
+        assert len(list(roll_out(envs, range(near, near + 5), act, execute=1))) == 5
+    assert told[::2][:3] == [{0: "Begin", 1: "Begin"}, {0: "Go", 1: "Go"}, {0: "Begin", 1: "Go"}]
+    assert told[1::2][:3] == [{2: "Begin", 3: "Begin"}, {2: "Go", 3: "Go"}, {2: "Go", 3: "Go"}]
+
+
+def test_half_of_the_environments_act_while_the_policy_thinks_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order in which they are told and heard, by their starts; with workers telling does not wait."""
+    events: list[tuple[str, list[int]]] = []
+    tell, hear = Environments.tell, Environments.hear
+
+    def note_tell(self: Environments, commands: Mapping[int, Begin | Go]) -> None:
+        events.append(("tell", sorted(commands)))
+        tell(self, commands)
+
+    def note_hear(self: Environments, slots: Sequence[int]) -> dict[int, Went | Fault]:
+        events.append(("hear", sorted(slots)))
+        return hear(self, slots)
+
+    monkeypatch.setattr(Environments, "tell", note_tell)
+    monkeypatch.setattr(Environments, "hear", note_hear)
+
+    def act(requests: Sequence[Request]) -> np.ndarray:
+        events.append(("think", [request.start_id for request in requests]))
+        return np.zeros((len(requests), CHUNK, 2))
+
+    with Environments(TOY, EnvOptions(limit=3), count=3, workers=2) as envs:
+        list(roll_out(envs, [0, 1, 2], act, execute=3))
+    assert [event for event in events if event[1]] == [
+        ("tell", [0, 1]),
+        ("tell", [2]),
+        ("hear", [0, 1]),
+        ("think", [0, 1]),
+        ("tell", [0, 1]),
+        ("hear", [2]),
+        ("think", [2]),  # while 0 and 1 act
+        ("tell", [2]),
+        ("hear", [0, 1]),
+        ("hear", [2]),
+    ]
+
+
+def test_rollouts_that_are_given_up_leave_nothing_to_hear_for_those_after_them(expected: list[Rollout]) -> None:
+    with Environments(TOY, EnvOptions(limit=60), count=4, workers=2) as envs:
+        first = roll_out(envs, [50, 51, 52, 53, 54], head_home, execute=3, record=True)
+        next(first)
+        first.close()  # type: ignore[attr-defined]  # a generator
+        found = list(roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3))
+    for one, other in zip(found, expected, strict=True):
+        same(one.episode, other.episode)
 
 
 @pytest.mark.parametrize("kind", ["kill", "hang", "raise", "nan"])

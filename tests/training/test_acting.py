@@ -46,7 +46,7 @@ def noise_of(seed: int, asked: Request, count: int) -> np.ndarray:
 
 
 def test_a_chunk_is_the_policys_own_from_the_noise_of_its_moment(policy: Policy) -> None:
-    asked = [request(3, 0, slot=0), request(9, 25, slot=2)]
+    asked = [request(3, 0, place=0), request(9, 25, place=2)]
     chunks = Actor(policy, BATCH, SEED)(asked)
     assert chunks.shape == (2, MODEL.action_horizon, 4)
     for one, chunk in zip(asked, chunks, strict=True):
@@ -60,10 +60,10 @@ def test_a_chunk_does_not_depend_on_the_others_nor_on_its_place(policy: Policy) 
     actor = Actor(policy, BATCH, SEED)
     alone = {start: actor([request(start)])[0] for start in range(6)}
     companies: Sequence[Sequence[Request]] = [
-        [request(start, slot=slot) for slot, start in enumerate(starts)]
+        [request(start, place=slot) for slot, start in enumerate(starts)]
         for starts in ((0, 1, 2, 3), (5, 4, 3, 0), (2, 5), (1, 3, 4))
     ]
-    companies = [*companies, [request(4, slot=3)], [request(2, slot=3), request(0, slot=1)]]
+    companies = [*companies, [request(4, place=3)], [request(2, place=3), request(0, place=1)]]
     for company in companies:
         for one, chunk in zip(company, actor(company), strict=True):
             np.testing.assert_array_equal(chunk, alone[one.start_id])
@@ -88,7 +88,7 @@ def test_best_of_several_needs_a_critic(policy: Policy) -> None:
 
 def test_the_best_of_four_is_the_one_the_critic_values_most(runs: dict[str, Path]) -> None:
     policy, judge = load_policy(runs["rl_metaworld"]), load_judge(runs["rl_metaworld"])
-    asked = [request(start, slot=start) for start in range(BATCH)]
+    asked = [request(start, place=start) for start in range(BATCH)]
     chosen = Actor(policy, BATCH, SEED, best_of=4, judge=judge)(asked)
 
     @jax.jit

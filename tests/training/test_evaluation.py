@@ -13,7 +13,7 @@ from metaworld_policy import fresh_checkpoint
 from pistar.data.lerobot import open_dataset
 from pistar.data.robots import Robot
 from pistar.envs.env import EnvOptions, Scene
-from pistar.envs.rollout import Act, Request, Rollout, roll_out
+from pistar.envs.rollout import Act, Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
 from pistar.errors import UserError
@@ -341,7 +341,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def reach(policy: Policy, workers: int) -> list[Rollout]:
     """Six episodes in four environments."""
     with Environments(REACH, EnvOptions(limit=20), count=PLACES, workers=workers) as envs:
-        return list(roll_out(envs, STARTS, Actor(policy, PLACES, seed=2), execute=3, record=True, seed=2))
+        return list(roll_out(envs, STARTS, Actor(policy, batch_size(PLACES), seed=2), execute=3, record=True, seed=2))
 
 
 @pytest.fixture(scope="module")
@@ -375,13 +375,13 @@ def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
     policy: Policy, in_one_process: list[Rollout]
 ) -> None:
     asked = 0
-    actor = Actor(policy, PLACES, seed=2)
+    actor = Actor(policy, batch_size(PLACES), seed=2)
     with Environments(REACH, EnvOptions(limit=20), count=PLACES, workers=2) as envs:
 
         def act(requests: Sequence[Request]) -> np.ndarray:
             nonlocal asked
             asked += 1
-            if asked == 4:  # after nine steps of the first four
+            if asked == 7:  # after nine steps of the first four
                 os.kill(envs._workers[1].process.pid, signal.SIGKILL)
             return actor(requests)
 

@@ -30,8 +30,13 @@ class Request:
     """With the instruction as its `prompt`."""
     start_id: int
     step: int
-    slot: int
-    """Which of the environments asks: a place in a batch of fixed size."""
+    place: int
+    """In the batch: the same one for a whole episode, below `batch_size` of the environments."""
+
+
+def batch_size(environments: int) -> int:
+    """Requests that may come at once: of half the environments, for while these think the others act."""
+    return -(-environments // 2)
 
 
 Act = Callable[[Sequence[Request]], Float[np.ndarray, "b h a"]]
@@ -55,7 +60,10 @@ class Clock:
     """Where the time went, in seconds."""
 
     policy: float = 0.0
+    waiting: float = 0.0
+    """For simulators, with nothing else to do."""
     simulators: float = 0.0
+    """Inside simulators, summed up over them."""
     steps: int = 0
 
 
@@ -135,34 +143,51 @@ def roll_out(
                 finished[one.index] = Rollout(one.start_id, episode, tuple(one.faults), tuple(one.film))
             del running[slot]
 
-    while told < len(starts):
-        for slot in range(environments.count):
+    def tell(group: range) -> None:
+        """Give free environments an episode, and all of these something to do."""
+        for slot in group:
             if slot not in running and pending:
                 running[slot] = pending.popleft()
+        here = {slot: running[slot] for slot in group if slot in running}
         begins = {
-            slot: Begin(one.start_id, script, film=one.index < films) for slot, one in running.items() if not one.begun
+            slot: Begin(one.start_id, script, film=one.index < films) for slot, one in here.items() if not one.begun
         }
-        acting = {slot: one for slot, one in running.items() if one.begun}
+        acting = {slot: one for slot, one in here.items() if one.begun}
         if script is None:
-            gos = _ask(acting, actor, scene.instruction, execute, clock, record)  # type: ignore[arg-type]  # no script
+            asked = {slot - group.start: one for slot, one in acting.items()}
+            chunks = _ask(asked, actor, scene.instruction, execute, clock)  # type: ignore[arg-type]  # no script
+            gos = {slot: Go(chunks[slot - group.start], record) for slot in acting}
         else:
             gos = {slot: Go(environments.chunk, record) for slot in acting}
         # Together: nobody waits for somebody else's beginning, which may take as long as many steps.
-        settle(_timed(environments, {**begins, **gos}, clock))
-        while told in finished:
-            yield finished.pop(told)
-            told += 1
+        environments.tell({**begins, **gos})
+
+    half = batch_size(environments.count)
+    groups = [range(half), range(half, environments.count)]
+    try:
+        for group in groups:
+            tell(group)
+        while told < len(starts):
+            for group in groups:  # the other acts while the policy thinks about this one
+                settle(_hear(environments, [slot for slot in group if slot in running], clock))
+                while told in finished:
+                    yield finished.pop(told)
+                    told += 1
+                tell(group)
+    except (Exception, GeneratorExit):
+        environments.hush()  # whoever comes next must not hear answers to what these were told
+        raise
 
 
 def _ask(
-    acting: dict[int, _Running], actor: Act, instruction: str, execute: int, clock: Clock, record: bool
-) -> dict[int, Go]:
-    """One call for everybody."""
+    acting: dict[int, _Running], actor: Act, instruction: str, execute: int, clock: Clock
+) -> dict[int, Float[np.ndarray, "k a"]]:
+    """One call for everybody, by their places."""
     if not acting:
         return {}
     requests = [
-        Request({**one.now, "prompt": np.asarray(instruction)}, one.start_id, one.steps, slot)
-        for slot, one in acting.items()
+        Request({**one.now, "prompt": np.asarray(instruction)}, one.start_id, one.steps, place)
+        for place, one in acting.items()
     ]
     since = time.perf_counter()
     chunks = actor(requests)
@@ -171,14 +196,16 @@ def _ask(
         raise UserError("The policy's actions have NaN or Inf; take an earlier checkpoint.")
     if chunks.shape[1] < execute:
         raise UserError(f"execute is {execute} but the policy's chunks have {chunks.shape[1]} actions; take fewer.")
-    return {slot: Go(chunk[:execute], record) for slot, chunk in zip(acting, chunks, strict=True)}
+    return {place: chunk[:execute] for place, chunk in zip(acting, chunks, strict=True)}
 
 
-def _timed(environments: Environments, commands: dict[int, Begin | Go], clock: Clock) -> dict[int, Went | Fault]:
+def _hear(environments: Environments, slots: Sequence[int], clock: Clock) -> dict[int, Went | Fault]:
     since = time.perf_counter()
-    answers = environments.do(commands)
-    clock.simulators += time.perf_counter() - since
-    clock.steps += sum(len(answer.actions) for answer in answers.values() if isinstance(answer, Went))
+    answers = environments.hear(slots)
+    clock.waiting += time.perf_counter() - since
+    went = [answer for answer in answers.values() if isinstance(answer, Went)]
+    clock.steps += sum(len(each.actions) for each in went)
+    clock.simulators += sum(each.seconds for each in went)
     return answers
 
 

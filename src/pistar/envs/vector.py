@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
@@ -23,7 +23,7 @@ BUILD_SECONDS = 600
 
 
 class Environments:
-    """So many environments of one kind, numbered; `do` is the only thing asked of them."""
+    """So many environments of one kind, numbered. They are told what to do and heard; `do` is both."""
 
     def __init__(
         self,
@@ -47,6 +47,8 @@ class Environments:
         self._name, self._options, self._patience = name, options, patience
         self._lost: dict[int, Fault] = {}
         """Environments whose episode went with its worker, until they begin another."""
+        self._heard: dict[int, Went | Fault] = {}
+        """Answers nobody has asked for yet."""
         self._here: Simulators | None = None
         self._workers: list[_Worker] = []
         if workers == 0:
@@ -76,56 +78,74 @@ class Environments:
 
     def do(self, commands: Mapping[int, Begin | Go]) -> dict[int, Went | Fault]:
         """Tell each of these what to do, and wait for all. After a fault the episode must begin again."""
+        self.tell(commands)
+        return self.hear(commands)
+
+    def tell(self, commands: Mapping[int, Begin | Go]) -> None:
+        """Tell each of these what to do; all answers to what they were told before have been heard."""
         if self._here is not None:
-            return {slot: self._here.obey(slot, command) for slot, command in commands.items()}
-        found: dict[int, Went | Fault] = {}
-        waiting: dict[int, list[int]] = {}
+            self._heard |= {slot: self._here.obey(slot, command) for slot, command in commands.items()}
+            return
         for slot, command in commands.items():
             if isinstance(command, Begin):
                 self._lost.pop(slot, None)
             if slot in self._lost:  # with a worker, while others of its episodes were spoken of
-                found[slot] = self._lost[slot]
+                self._heard[slot] = self._lost[slot]
                 continue
-            worker, inner = self._place(slot)
-            waiting.setdefault(worker, []).append(slot)
-            with contextlib.suppress(OSError):  # it died: noticed below
-                self._workers[worker].connection.send((inner, command))
-        heard = dict.fromkeys(waiting, time.monotonic())
-        while waiting:
-            connections = {self._workers[worker].connection: worker for worker in waiting}
+            number, inner = self._place(slot)
+            worker = self._workers[number]
+            if not worker.unheard:
+                worker.last_heard = time.monotonic()  # it had nothing to say
+            worker.unheard.append(slot)
+            with contextlib.suppress(OSError):  # it died: noticed when it is listened to
+                worker.connection.send((inner, command))
+
+    def hear(self, slots: Iterable[int]) -> dict[int, Went | Fault]:
+        """Wait for the answers of all of these. What others say meanwhile is kept for when it is asked for."""
+        awaited = set(slots)
+        while missing := awaited - self._heard.keys():
+            numbers = sorted({self._place(slot)[0] for slot in missing})
+            connections = {self._workers[number].connection: number for number in numbers}
             for connection in wait(list(connections), timeout=1.0):
-                worker = connections[connection]  # type: ignore[index]  # it gives back what it was given
-                heard[worker] = time.monotonic()
+                number = connections[connection]  # type: ignore[index]  # it gives back what it was given
+                worker = self._workers[number]
+                worker.last_heard = time.monotonic()
                 try:
-                    slot, answer = self._workers[worker].hear(worker, len(self._workers))
+                    slot, answer = worker.hear(number, len(self._workers))
                 except (EOFError, OSError):
-                    code = self._workers[worker].process.wait()
-                    found |= self._replace(worker, Fault("died", f"its worker ended with code {code}"), waiting)
-                    heard = dict.fromkeys(heard, time.monotonic())  # nobody was listened to meanwhile
+                    self._replace(number, Fault("died", f"its worker ended with code {worker.process.wait()}"))
                     continue
-                found[slot] = answer
-                waiting[worker].remove(slot)
-            for worker in [each for each in waiting if time.monotonic() - heard[each] > self._patience]:
-                found |= self._replace(worker, Fault("hung", f"no answer for {self._patience:g} s"), waiting)
-                heard = dict.fromkeys(heard, time.monotonic())
-            waiting = {worker: slots for worker, slots in waiting.items() if slots}
-        return found
+                worker.unheard.remove(slot)
+                if isinstance(answer, UserError):
+                    raise answer
+                self._heard[slot] = answer
+            for number in numbers:
+                worker = self._workers[number]
+                if worker.unheard and time.monotonic() - worker.last_heard > self._patience:
+                    self._replace(number, Fault("hung", f"no answer for {self._patience:g} s"))
+        return {slot: self._heard.pop(slot) for slot in awaited}
+
+    def hush(self) -> None:
+        """Wait for all that was told and not heard, and forget it."""
+        self.hear({slot for worker in self._workers for slot in worker.unheard})
+        self._heard.clear()
 
     def _place(self, slot: int) -> tuple[int, int]:
         """Whose an environment is, and which of its own."""
         return slot % len(self._workers), slot // len(self._workers)
 
-    def _replace(self, worker: int, fault: Fault, waiting: dict[int, list[int]]) -> dict[int, Fault]:
+    def _replace(self, number: int, fault: Fault) -> None:
         """Another worker for one that is gone. All its episodes are lost; the fault is that of whoever it was at."""
-        gone = self._workers[worker]
+        gone = self._workers[number]
         gone.end()
-        unheard = waiting.pop(worker)
         beside = Fault("lost", f"with its worker, which {fault.kind} at another episode")
-        faults = dict.fromkeys(range(worker, self.count, len(self._workers)), beside) | {unheard[0]: fault}
+        faults = dict.fromkeys(range(number, self.count, len(self._workers)), beside) | {gone.unheard[0]: fault}
         self._lost |= faults
-        self._workers[worker] = _Worker(self._name, self._options, gone.slots, self.chunk)
-        self._workers[worker].ready()
-        return {slot: faults[slot] for slot in unheard}
+        self._heard |= {slot: faults[slot] for slot in gone.unheard}
+        self._workers[number] = _Worker(self._name, self._options, gone.slots, self.chunk)
+        self._workers[number].ready()
+        for worker in self._workers:
+            worker.last_heard = time.monotonic()  # nobody was listened to meanwhile
 
 
 class _Worker:
@@ -133,6 +153,9 @@ class _Worker:
 
     def __init__(self, name: str, options: EnvOptions, slots: int, chunk: int) -> None:
         self.slots, self._name, self._steps = slots, name, chunk
+        self.unheard: list[int] = []
+        """Environments of `Environments` that were told something and have not answered, in that order."""
+        self.last_heard = time.monotonic()
         ours, theirs = socket.socketpair()
         self._memory = os.memfd_create("pictures")
         threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
@@ -168,11 +191,9 @@ class _Worker:
         self.connection.send((self.slots, self._steps))
         return scene
 
-    def hear(self, number: int, workers: int) -> tuple[int, Went | Fault]:
+    def hear(self, number: int, workers: int) -> tuple[int, Went | Fault | UserError]:
         """Its next answer, and which of all environments that is from."""
         inner, answer, looks = self.connection.recv()
-        if isinstance(answer, UserError):
-            raise answer
         if isinstance(answer, Went):
             answer = self.pictures.take(inner, answer, looks)
         return inner * workers + number, answer

@@ -8,6 +8,7 @@ import importlib
 import mmap
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -72,6 +73,8 @@ class Went:
     ending: Ending = "goes on"
     truncated: bool = False
     film: tuple[UInt8[np.ndarray, "h w 3"], ...] = ()
+    seconds: float = 0.0
+    """It took."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Simulators:
 
     def obey(self, slot: int, command: Begin | Go) -> Went | Fault:
         """Do it. What goes wrong inside is an answer; that environment is made anew."""
+        since = time.perf_counter()
         try:
             went = self._begin(slot, command) if isinstance(command, Begin) else self._go(slot, command)
         except UserError:
@@ -106,7 +110,9 @@ class Simulators:
                 "raised", f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
             )
         broken = [name for name, values in went.seen.items() if not np.isfinite(values).all()]
-        return Fault("not finite", f"observation {broken[0]} has NaN or Inf") if broken else went
+        if broken:
+            return Fault("not finite", f"observation {broken[0]} has NaN or Inf")
+        return dataclasses.replace(went, seconds=time.perf_counter() - since)
 
     def _begin(self, slot: int, begin: Begin) -> Went:
         env = self._envs[slot]

@@ -34,7 +34,7 @@ class Judge:
 
 @dataclasses.dataclass(frozen=True)
 class Actor:
-    """Acts for up to `batch` environments.
+    """Acts for up to `batch` environments at once, see `batch_size`.
 
     The noise of a chunk is made of seed, start state and step, and every call has the same shape, a place for each
     environment: so an episode is the same whoever else is in the batch.
@@ -56,7 +56,7 @@ class Actor:
         """Chunks in the robot's units."""
         rows = [requests[0]] * self.batch  # where nobody asks, somebody's question stands in
         for request in requests:
-            rows[request.slot] = request
+            rows[request.place] = request
         seen = {id(request): self.policy.inputs(dict(request.observation)) for request in requests}
         observation = stack_observations([seen[id(request)] for request in rows])
         chunks = np.asarray(
@@ -74,7 +74,7 @@ class Actor:
             )
         )
         robots: np.ndarray = self.policy.outputs({"state": np.asarray(observation.state), "actions": chunks})["actions"]
-        return robots[[request.slot for request in requests]]
+        return robots[[request.place for request in requests]]
 
 
 @dataclasses.dataclass(frozen=True)
