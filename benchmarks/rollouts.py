@@ -141,7 +141,9 @@ def naive(env: Lean | Plain, actor: Actor, execute: int) -> Round:
     for start_id in range(ALONE):
         seen, done, at = env.reset(start_id), False, 0
         while not done and at < LIMIT:
-            (chunk,) = actor([Request({"state": seen[STATE].astype(np.float32), "prompt": prompt}, start_id, at, 0)])
+            (chunk,) = actor(
+                [Request({"state": seen[STATE].astype(np.float32), "prompt": prompt}, start_id, at, start_id, 0)]
+            )
             for action in chunk[:execute]:
                 seen, done = env.step(action)
                 at += 1

@@ -91,4 +91,4 @@ def trained_checkpoint(folder: Path, preset: str) -> Path:
 def request(start_id: int, step: int = 0, place: int = 0) -> Request:
     """What an environment might ask; what it sees depends on start and step alone."""
     state = np.random.default_rng([start_id, step]).normal(0, 0.3, 17).astype(np.float32)
-    return Request({"state": state, "prompt": np.asarray(PROMPT)}, start_id, step, place)
+    return Request({"state": state, "prompt": np.asarray(PROMPT)}, start_id, step, 0, place)

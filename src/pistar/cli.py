@@ -63,7 +63,7 @@ def verify(
 
 
 def demo(out: Path | None = None, seed: int = 0, quick: bool = False) -> None:
-    """See ACRLPD beat imitation in a simulator, end to end, in some 13 minutes on two free cores.
+    """See ACRLPD beat imitation in a simulator, end to end, in some 9 minutes on two free cores.
 
     Collects imperfect demonstrations of Meta-World's pick-place as a LeRobot dataset, trains a small π₀ by imitation
     and by ACRLPD, judges them on the same start states, and leaves a picture, a film and an OpenPI checkpoint.

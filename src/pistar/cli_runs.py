@@ -67,7 +67,7 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
 
 def train(args: Sequence[str]) -> None:
     """pistar train PRESET [options] [--any.field value]"""
-    parser = _run_parser("train", "Train a policy from logged data.")
+    parser = _run_parser("train", "Train a policy: from logged data, or (ript_…) by practising in a simulator.")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
@@ -81,22 +81,20 @@ def train(args: Sequence[str]) -> None:
         import jax
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
-    from pistar.training import hosts, offline
+    from pistar.config import RiptConfig
+    from pistar.training import hosts, offline, online
 
     if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
         say = Console(stderr=True, soft_wrap=True, highlight=False).print
         hosts.join_hosts(options.coordinator, options.hosts, options.host, say=say)
     leader = hosts.is_leader()
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
+    how = {"resume": options.resume, "overwrite": options.overwrite, "dry_run": options.dry_run}
     with hosts.lost_hosts_named():
-        saved = offline.train(
-            config,
-            console,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            dry_run=options.dry_run,
-            debug=options.debug,
-        )
+        if isinstance(config.algorithm, RiptConfig):
+            saved = online.train(config, console, **how)
+        else:
+            saved = offline.train(config, console, **how, debug=options.debug)
     hosts.part()
     if saved is not None and leader:
         Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)

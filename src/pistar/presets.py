@@ -3,9 +3,19 @@
 import dataclasses
 import difflib
 
-from pistar.config import CAMERAS, AcrlpdConfig, CriticConfig, GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
+from pistar.config import (
+    CAMERAS,
+    AcrlpdConfig,
+    CriticConfig,
+    GemmaConfig,
+    LoraConfig,
+    Pi0Config,
+    RiptConfig,
+    SiglipConfig,
+)
 from pistar.errors import UserError
 from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
+from pistar.training.online_config import ExplorationConfig, OnlineConfig, StartsConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
 _SO400M_14 = SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16, patch_size=14)
@@ -168,6 +178,31 @@ def _imitating(config: RLTrainConfig) -> RLTrainConfig:
     return dataclasses.replace(config, name=config.name.replace("rl_", "bc_"), algorithm=BcConfig())
 
 
+_RIPT_METAWORLD = dataclasses.replace(
+    _METAWORLD,
+    name="ript_metaworld",
+    algorithm=RiptConfig(anchor=0.0, ema_decay=0.995, augmentation=False),
+    online=OnlineConfig(
+        environment="metaworld/push-v3",
+        limit=150,
+        environments=32,
+        contexts=100,
+        rollouts=5,
+        exploration=ExplorationConfig(held_noise=0.25, action_noise=0.25, misled=0.25),
+        starts=StartsConfig("unsolved_first"),
+        replay="best",
+        updates=1_000,
+        restart=True,
+        evaluate_every=3,
+        evaluate_episodes=100,
+    ),
+    policy_optimizer=_cosine(3e-3, 1_000, 50),
+    steps=12,
+    batch_size=128,
+    save_every=1,
+)
+
+
 _RL = (_ALOHA_FOLD, _FOLD_BOX, _LIBERO, _DROID)
 
 PRESETS: dict[str, RLTrainConfig] = {
@@ -183,6 +218,7 @@ PRESETS: dict[str, RLTrainConfig] = {
             policy_optimizer=_cosine(3e-3, 6_000, 100),
             steps=6_000,
         ),
+        _RIPT_METAWORLD,
         _DEBUG,
         dataclasses.replace(_imitating(_DEBUG), name="debug_bc"),
         dataclasses.replace(

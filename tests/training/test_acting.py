@@ -71,7 +71,7 @@ def test_a_chunk_does_not_depend_on_the_others_nor_on_its_place(policy: Policy) 
 
 def test_start_step_and_seed_each_make_another_chunk(policy: Policy) -> None:
     seen = request(0).observation
-    moments = [Request(seen, start, step, 0) for start, step in ((0, 0), (1, 0), (0, 1), (1, 1), (1_000_000, 0))]
+    moments = [Request(seen, start, step, 0, 0) for start, step in ((0, 0), (1, 0), (0, 1), (1, 1), (1_000_000, 0))]
     chunks = [Actor(policy, BATCH, seed)([moment])[0] for seed in (0, 1) for moment in moments]
     for i, one in enumerate(chunks):
         for other in chunks[:i]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pistar import cli
+from pistar.agents.acrlpd import Acrlpd
 from pistar.config import AcrlpdConfig
 from pistar.presets import get_config, with_lora
 from pistar.training import plan as planning
@@ -50,6 +51,7 @@ def test_planned_bytes_of_the_state_are_those_allocated(config: RLTrainConfig, a
     config = with_lora(config) if adapters else config
     agent, mesh = make_agent(config), make_mesh()
     planned = state_bytes(abstract_state(config, agent), mesh)
+    assert isinstance(agent, Acrlpd)
     state = jax.jit(agent.init)(jax.random.key(0))
     assert sum(planned.values()) == pytest.approx(device_bytes(state), rel=0.02)
     assert planned["moments"] == pytest.approx(device_bytes(state.policy.optimizer), rel=0.02)

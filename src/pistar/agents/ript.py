@@ -139,6 +139,15 @@ class Ript:
         }
         return RiptState(policy, reference), metrics
 
+    def restarted(self, state: RiptState) -> RiptState:
+        """To be trained on from what acts, the optimiser as it was at the beginning."""
+        policy = state.policy
+        average = policy.trained if policy.average is None else policy.average
+        trained = {name: jnp.array(average[name], param.dtype) for name, param in policy.trained.items()}
+        return RiptState(
+            dataclasses.replace(policy, trained=trained, optimizer=self.optimizer.init(trained)), state.reference
+        )
+
     def drift(self, state: RiptState, behaviour: Params, batch: RiptBatch, key: PRNGKeyArray) -> Float[Array, ""]:
         """Mean |v − v_behaviour|² over executed steps: how far the policy has gone from the one that acted."""
         actions, valid = jnp.asarray(batch.actions), jnp.asarray(batch.valid)

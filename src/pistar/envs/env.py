@@ -49,6 +49,9 @@ class Scene:
     """By name in the observation, height and width. Only what was asked for is rendered."""
     execute: int | None = None
     """Actions of a chunk its policies usually execute before they look again; None: all of them."""
+    things: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """What a policy may be misled about to explore: of each thing the coordinates, of each coordinate the numbers of
+    the state that are off by the same. Nothing: each number for itself."""
 
     def __post_init__(self) -> None:
         if self.limit < 1:

@@ -79,6 +79,8 @@ STATE = np.r_[0:7, 18:25, 36:39]
 
 The rest, rotations and a second object, is in `environment_state`.
 """
+THINGS = (((0, 7), (1, 8), (2, 9)), ((4, 11), (5, 12), (6, 13)), ((14,), (15,), (16,)))
+"""Of these 17: x, y and z of the hand, of the object, both now and a step ago, and of the goal."""
 STEPS = 500
 """Meta-World's own limit."""
 
@@ -110,6 +112,7 @@ class MetaWorld(StartEnv):
                 train=range(10_000),
                 held_out=range(1_000_000, 1_010_000),
                 cameras=dict.fromkeys(self._cameras, (options.image_size, options.image_size)),
+                things=THINGS,
             )
         )
         self._options, self._task = options, task

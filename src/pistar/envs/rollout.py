@@ -30,6 +30,9 @@ class Request:
     """With the instruction as its `prompt`."""
     start_id: int
     step: int
+    """Of its episode, 0 where that begins; also where it begins again."""
+    episode: int
+    """Which of those asked for, in their order."""
     place: int
     """In the batch: the same one for a whole episode, below `batch_size` of the environments."""
 
@@ -186,7 +189,7 @@ def _ask(
     if not acting:
         return {}
     requests = [
-        Request({**one.now, "prompt": np.asarray(instruction)}, one.start_id, one.steps, place)
+        Request({**one.now, "prompt": np.asarray(instruction)}, one.start_id, one.steps, one.index, place)
         for place, one in acting.items()
     ]
     since = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import yaml
 
-from pistar.config import AcrlpdConfig, DType, Pi0Config
+from pistar.config import AcrlpdConfig, DType, Pi0Config, RiptConfig
 from pistar.data.chunks import Tails, WindowOptions
 from pistar.data.loader import PoolOptions
 from pistar.data.norm_stats import Norm
@@ -22,6 +22,7 @@ from pistar.data.robots import find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType
 from pistar.tables import from_table, to_table
+from pistar.training.online_config import OnlineConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
 Success = FromColumn | FromEpisodes | FromCsv | FromScores
@@ -105,7 +106,7 @@ class RLTrainConfig:
     robot: str
     """Whose data it is, see `pistar.data.robots`."""
     model: Pi0Config
-    algorithm: AcrlpdConfig | BcConfig
+    algorithm: AcrlpdConfig | BcConfig | RiptConfig
     checkpoint: str | None = None
     """An OpenPI checkpoint to start from. None: fresh weights."""
     tokenizer: str | None = None
@@ -123,8 +124,10 @@ class RLTrainConfig:
         )
     )
     """Of an adaptive temperature: at a constant rate, unless you say otherwise."""
+    online: OnlineConfig = dataclasses.field(default_factory=OnlineConfig)
+    """How RIPT practises; nobody else does."""
     steps: int = 30_000
-    """Updates, each of one batch."""
+    """Updates, each of one batch; of RIPT, iterations."""
     batch_size: int = 32
     """Of all devices and hosts together."""
     fsdp_devices: int | None = None
@@ -164,7 +167,9 @@ class RLTrainConfig:
                 f"gradient_accumulation is {self.gradient_accumulation}, which cannot share a batch of "
                 f"{self.batch_size}; use a divisor of batch_size."
             )
-        for name in ("steps", "save_every", "log_every", "audit_every"):
+        for name in (
+            () if isinstance(self.algorithm, RiptConfig) else ("steps", "save_every", "log_every", "audit_every")
+        ):
             if getattr(self, name) % self.updates_per_dispatch:
                 raise UserError(
                     f"{name} is {getattr(self, name)}, no multiple of updates_per_dispatch "
@@ -193,6 +198,8 @@ class RLTrainConfig:
                     "think too well of everything; train a bc_… preset with it."
                 )
             self._check_acrlpd(self.algorithm, robot.action_dim)
+        if isinstance(self.algorithm, RiptConfig):
+            self._check_ript(self.algorithm)
         self.windows()  # refuses horizons that do not fit
 
     def _check_acrlpd(self, algorithm: AcrlpdConfig, action_dim: int) -> None:
@@ -227,6 +234,21 @@ class RLTrainConfig:
             raise UserError(
                 f"batch_size is {self.batch_size}, which {algorithm.critic_updates} critic_updates cannot share; "
                 "use a multiple."
+            )
+
+    def _check_ript(self, algorithm: RiptConfig) -> None:
+        if algorithm.weighting == "cfg":
+            raise UserError(
+                "algorithm.weighting is cfg, which `pistar train` does not practise with yet; use positive."
+            )
+        if self.online.replay == "best" and algorithm.weighting != "positive":
+            raise UserError(
+                f"online.replay is best, whose successes have weights and no advantages, and algorithm.weighting "
+                f"{algorithm.weighting}; use positive, or replay none."
+            )
+        if self.batch_size <= round(self.online.demonstrations * self.batch_size):
+            raise UserError(
+                f"batch_size is {self.batch_size}, all of which would be demonstrations; lower online.demonstrations."
             )
 
     def windows(self) -> WindowOptions:

@@ -191,12 +191,11 @@ def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> It
     if setting.execute is not None and not 1 <= setting.execute <= player.horizon:
         raise UserError(f"--execute is {setting.execute}; the policy's chunks have 1 to {player.horizon} actions.")
     if options.cameras is None and robot is not None:
-        needed = [path for path in robot.cameras.values() if path is not None and path not in robot.optional_cameras]
-        options = dataclasses.replace(options, cameras=tuple(needed))
+        options = dataclasses.replace(options, cameras=needed_cameras(robot))
     with _environments(name, options, setting, robot) as envs:
         scene = envs.scene
         if robot is not None:
-            _check_robot(robot, scene)
+            check_robot(robot, scene)
         starts = choose_starts(scene, setting.starts, setting.episodes)
         act = player.act if isinstance(player.act, Script) else player.act(setting.environments)
         execute = executed(setting, scene, player)
@@ -213,11 +212,17 @@ def _environments(name: str, options: EnvOptions, setting: Setting, robot: Robot
         return Environments(name, options, count=count, workers=setting.workers)
     except UserError:
         if robot is not None:  # whose cameras may be what was refused
-            _check_robot(robot, make_env(name, dataclasses.replace(options, cameras=())).scene)
+            check_robot(robot, make_env(name, dataclasses.replace(options, cameras=())).scene)
         raise
 
 
-def _check_robot(robot: Robot, scene: Scene) -> None:
+def needed_cameras(robot: Robot) -> tuple[str, ...]:
+    """What its policies are shown."""
+    return tuple(path for path in robot.cameras.values() if path is not None and path not in robot.optional_cameras)
+
+
+def check_robot(robot: Robot, scene: Scene) -> None:
+    """Refuse a policy of another robot."""
     if robot.action_dim != scene.action_dim:
         raise UserError(
             f"The policy acts with {robot.action_dim} numbers ({robot.name}) and {scene.name} takes {scene.action_dim} "

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from rich.console import Console
 
-from pistar.agents.acrlpd import AcrlpdState
+from pistar.agents.acrlpd import Acrlpd, AcrlpdState
 from pistar.agents.flow_bc import FlowBC, FlowBCState
+from pistar.config import RiptConfig
 from pistar.data.frames import cache_home
 from pistar.errors import UserError
 from pistar.models.pi0 import Params
@@ -63,10 +64,10 @@ def train(
     """
     use_compilation_cache()
     folder, checkpoints = config.folder, config.folder / "checkpoints"
-    start_from = _claim_folder(config, console, resume=resume, overwrite=overwrite)
+    start_from = claim_folder(config, console, resume=resume, overwrite=overwrite)
     run = prepare(config, dry=dry_run)
     if start_from is not None:
-        _compare_contracts(checkpoints / str(start_from), run.contract)
+        compare_contracts(checkpoints / str(start_from), run.contract)
     describe(run, console)
     abstract = abstract_state(config, run.agent)
     where = state_sharding(abstract, run.mesh)
@@ -183,7 +184,7 @@ def _dispatches(run: Run, step: int) -> Generator[tuple[Any, ...]]:
 
 
 def _first_state(run: Run, params: Params) -> Any:  # noqa: ANN401  # the agent's own
-    if isinstance(run.agent, FlowBC):
+    if not isinstance(run.agent, Acrlpd):
         return run.agent.init_from(params)
     # Apart from the keys of the steps, which count from 0.
     return run.agent.init_from(params, jax.random.fold_in(jax.random.key(run.config.seed), 2**31))
@@ -227,7 +228,7 @@ def _print_tree(state: object, run: Run, console: Console) -> None:
 # --- The folder -------------------------------------------------------------------------------------------------------
 
 
-def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overwrite: bool) -> int | None:
+def claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overwrite: bool) -> int | None:
     """The step to go on from; nothing for a new run."""
     folder = config.folder
     if resume and overwrite:
@@ -241,7 +242,7 @@ def _claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, over
             raise UserError(
                 f"{folder} is at step {steps[-1]} of {config.steps} already; raise --steps to train it further."
             )
-        if steps and steps[-1] % config.updates_per_dispatch:
+        if steps and steps[-1] % config.updates_per_dispatch and not isinstance(config.algorithm, RiptConfig):
             raise UserError(
                 f"{folder} is at step {steps[-1]}, no multiple of updates_per_dispatch {config.updates_per_dispatch}; "
                 "go on with 1, or with a divisor."
@@ -278,7 +279,7 @@ def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -
             )
 
 
-def _compare_contracts(checkpoint: Path, new: Contract) -> None:
+def compare_contracts(checkpoint: Path, new: Contract) -> None:
     """The config names the data; this sees what became of it, of the tokenizer and of norm stats since."""
     old = read_contract(checkpoint / CONTRACT_FILE)
     if old.norm_stats_sha256 != new.norm_stats_sha256:

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
-from pistar.agents.flow_bc import FlowBC, FlowBCState
+from pistar.agents.flow_bc import FlowBCState
+from pistar.agents.ript import RiptState
 from pistar.config import Freezable, Pi0Config
 from pistar.errors import UserError
 from pistar.models.pi0 import bind, param_shapes
@@ -91,8 +92,8 @@ class Plan:
 def abstract_state(config: RLTrainConfig, agent: Agent) -> Any:  # noqa: ANN401  # the agent's own
     """The shapes of a run's state."""
 
-    def first(params: dict[str, jax.Array]) -> AcrlpdState | FlowBCState:
-        return agent.init_from(params) if isinstance(agent, FlowBC) else agent.init_from(params, jax.random.key(0))
+    def first(params: dict[str, jax.Array]) -> AcrlpdState | FlowBCState | RiptState:
+        return agent.init_from(params, jax.random.key(0)) if isinstance(agent, Acrlpd) else agent.init_from(params)
 
     return jax.eval_shape(first, param_shapes(config.model))
 

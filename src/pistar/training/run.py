@@ -9,7 +9,8 @@ import numpy as np
 
 from pistar.agents.acrlpd import Acrlpd
 from pistar.agents.flow_bc import FlowBC
-from pistar.config import AcrlpdConfig
+from pistar.agents.ript import Ript
+from pistar.config import AcrlpdConfig, RiptConfig
 from pistar.data.dataset_stats import DatasetPart, norm_stats_of
 from pistar.data.frame_pool import FramePool
 from pistar.data.frames import Frames, open_frames, progress_bar
@@ -40,7 +41,7 @@ from pistar.training.metrics import check_trackers
 from pistar.training.optimizers import CosineSchedule, make_optimizer
 from pistar.training.sharding import make_mesh, over_rows, place, state_sharding
 
-Agent = FlowBC | Acrlpd
+Agent = FlowBC | Acrlpd | Ript
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,15 +76,22 @@ class Run:
     """That may be drawn."""
 
 
-def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
-    """Open and check everything; what is cheap first. `dry` decodes only a few episodes."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ground:
+    """What weights, data and robot have agreed on."""
+
+    inputs: ModelInputs
+    contract: Contract
+    norm_stats: Mapping[str, NormStats]
+    norm_stats_from: str
+    notes: tuple[str, ...]
+
+
+def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
+    """Before anything large is opened."""
     robot = find_robot(config.robot)
     tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
     check_vocab(tokenizer, config.model.vocab_size)
-    check_batch(config)
-    mesh = make_mesh(config.fsdp_devices)
-    check_trackers(config.trackers)
-    data = [_label(config, name) for name in _datasets(config)]
     stats, stats_from, asset_id = _norm_stats(config, robot, data)
     contract = Contract(
         model=config.model,
@@ -97,10 +105,8 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
         norm_kind=config.norm_kind,
         norm_stats_sha256=norm_stats_hash(stats),
     )
-    notes = [*check_norm_stats(stats, config.norm_kind), *_schedule_notes(config)]
     if config.checkpoint is not None:
         _check_checkpoint(config.checkpoint, contract, tokenizer)
-
     inputs = ModelInputs(
         robot,
         stats,
@@ -110,45 +116,109 @@ def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
         config.model.image_size,
         discrete_state=contract.prompt_format == "pi05",
     )
-    sources = [
-        dataset_source(
-            part.dataset,
-            inputs,
-            config.windows(),
-            part.labels,
-            _pictures(config, part.dataset, robot, dry=dry),
-            prompt=config.data.prompt,
-            repack=_repack(config, robot),
-        )
-        for part in data
-    ]
+    return Ground(inputs, contract, stats, stats_from, tuple(check_norm_stats(stats, config.norm_kind)))
+
+
+def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
+    """Open and check everything; what is cheap first. `dry` decodes only a few episodes."""
+    check_batch(config)
+    mesh = make_mesh(config.fsdp_devices)
+    check_trackers(config.trackers)
+    data = [_label(config, name) for name in _datasets(config)]
+    ground = _agree(config, data)
+    sources = _sources(config, data, ground.inputs, dry=dry)
     train = [source.select(part.train) for source, part in zip(sources, data, strict=True)]
     if config.data.weighed is not None:
         frames = [part.dataset.total_frames for part in data]
         weights = read_weights(config.data.weighed, config.data.datasets, frames)
         train = [source.weighed(each) for source, each in zip(train, weights, strict=True)]
     held_out = [source.select(part.held_out) for source, part in zip(sources, data, strict=True)]
-    shares = config.data.weights or [source.mass for source in train]
+    notes = (*ground.notes, *_schedule_notes(config), *(note for source in sources for note in source.notes))
     return Run(
         config=config,
         agent=make_agent(config),
         mesh=mesh,
-        loader=Loader(
-            [Part(source, weight) for source, weight in zip(train, shares, strict=True)],
-            config.batch_size,
-            config.seed,
-            pool=PoolOptions(1) if dry else config.data.pool,
-            host=jax.process_index(),
-            hosts=jax.process_count(),
-            sharding=over_rows(mesh),
-        ),
+        loader=_loader(config, train, config.batch_size, mesh, dry=dry),
         held_out=tuple(source for source in held_out if len(source.starts)),
-        contract=contract,
-        norm_stats=stats,
-        norm_stats_from=stats_from,
-        notes=(*dict.fromkeys([*notes, *(note for source in sources for note in source.notes)]),),
+        contract=ground.contract,
+        norm_stats=ground.norm_stats,
+        norm_stats_from=ground.norm_stats_from,
+        notes=(*dict.fromkeys(notes),),
         episodes=(sum(len(part.train) for part in data), sum(len(part.held_out) for part in data)),
         windows=sum(len(source.starts) for source in train),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnlineRun:
+    """A run that makes its own data, ready to begin."""
+
+    config: RLTrainConfig
+    agent: Ript
+    mesh: jax.sharding.Mesh
+    demonstrations: Loader | None
+    ground: Ground
+
+    @property
+    def demonstrated(self) -> int:
+        """Rows of a batch that are demonstrations."""
+        return 0 if self.demonstrations is None else demonstrated(self.config)
+
+
+def demonstrated(config: RLTrainConfig) -> int:
+    """Rows of a batch that would be demonstrations."""
+    return round(config.online.demonstrations * config.batch_size)
+
+
+def prepare_online(config: RLTrainConfig) -> OnlineRun:
+    """Open and check everything but the simulator."""
+    check_batch(config)
+    mesh = make_mesh(config.fsdp_devices)
+    check_trackers(config.trackers)
+    if config.checkpoint is None:
+        raise UserError(
+            f"{config.name} begins from a policy that succeeds now and then; name it: --checkpoint PATH. "
+            "`pistar train bc_…` makes one of demonstrations."
+        )
+    data = [_label(config, name) for name in config.data.datasets] if demonstrated(config) else []
+    ground = _agree(config, data)
+    train = [
+        source.select(part.train)
+        for source, part in zip(_sources(config, data, ground.inputs, dry=False), data, strict=True)
+    ]
+    agent = make_agent(config)
+    assert isinstance(agent, Ript)
+    loader = _loader(config, train, demonstrated(config), mesh, dry=False) if train else None
+    return OnlineRun(config, agent, mesh, loader, ground)
+
+
+def _sources(config: RLTrainConfig, data: Sequence[_Labelled], inputs: ModelInputs, *, dry: bool) -> list[ChunkSource]:
+    return [
+        dataset_source(
+            part.dataset,
+            inputs,
+            config.windows(),
+            part.labels,
+            _pictures(config, part.dataset, inputs.robot, dry=dry),
+            prompt=config.data.prompt,
+            repack=_repack(config, inputs.robot),
+        )
+        for part in data
+    ]
+
+
+def _loader(
+    config: RLTrainConfig, sources: Sequence[ChunkSource], rows: int, mesh: jax.sharding.Mesh, *, dry: bool
+) -> Loader:
+    shares = config.data.weights or [source.mass for source in sources]
+    return Loader(
+        [Part(source, weight) for source, weight in zip(sources, shares, strict=True)],
+        rows,
+        config.seed,
+        pool=PoolOptions(1) if dry else config.data.pool,
+        host=jax.process_index(),
+        hosts=jax.process_count(),
+        sharding=over_rows(mesh),
     )
 
 
@@ -165,12 +235,13 @@ def check_batch(config: RLTrainConfig) -> None:
 def make_agent(config: RLTrainConfig) -> Agent:
     """The algorithm with its optimisers."""
     policy = make_optimizer(config.policy_optimizer)
-    algorithm = config.algorithm
-    if not isinstance(algorithm, AcrlpdConfig):
-        parts = config.gradient_accumulation
+    algorithm, parts = config.algorithm, config.gradient_accumulation
+    if isinstance(algorithm, RiptConfig):
+        return Ript(config.model, algorithm, policy, parts)
+    if isinstance(algorithm, BcConfig):
         return FlowBC(config.model, policy, algorithm.ema_decay, algorithm.augmentation, parts, algorithm.ema_dtype)
     critic, temperature = (make_optimizer(o) for o in (config.critic_optimizer, config.temperature_optimizer))
-    return Acrlpd(config.model, algorithm, policy, critic, temperature, config.gradient_accumulation)
+    return Acrlpd(config.model, algorithm, policy, critic, temperature, parts)
 
 
 def first_params(config: RLTrainConfig, mesh: jax.sharding.Mesh) -> Params:
@@ -206,7 +277,7 @@ def _datasets(config: RLTrainConfig) -> Sequence[str]:
 def _label(config: RLTrainConfig, name: str) -> _Labelled:
     data = config.data
     dataset = open_dataset(name)
-    if isinstance(config.algorithm, BcConfig) and not data.only_successes:
+    if not isinstance(config.algorithm, AcrlpdConfig) and not data.only_successes:
         # Imitation of everything asks nobody who succeeded, so there is nothing to be told about it.
         labels = _for_imitation(dataset, data)
     else:

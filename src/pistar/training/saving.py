@@ -75,9 +75,15 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(
-        self, step: int, parts: Parts, window: Window, before_it_appears: Callable[[], object] = lambda: None
+        self,
+        step: int,
+        parts: Parts,
+        window: Window,
+        before_it_appears: Callable[[], object] = lambda: None,
+        more: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error.
+        """Copy to the host now, write meanwhile. Waits for the one before, and raises its error. `more` writes files of
+        its own into the folder.
 
         Several hosts write together, each its own parts, and nothing else happens meanwhile.
         """
@@ -88,11 +94,11 @@ class Saver:
             before_it_appears()  # on every host: what stops one of them stops all
             meet(f"step {step} is to be saved")
             together = {f"{WINDOW}/{name}": jnp.stack(pair) for name, pair in window.items()}
-            self._write(step, Parts(parts.served, parts.raw, dict(parts.rest) | together), before_it_appears)
+            self._write(step, Parts(parts.served, parts.raw, dict(parts.rest) | together), before_it_appears, more)
             return
         served, raw, rest = jax.device_get((dict(parts.served), dict(parts.raw), dict(parts.rest)))
         sums = {f"{WINDOW}/{name}": np.stack(jax.device_get(pair)) for name, pair in window.items()}
-        self._pending = self._thread.submit(self._write, step, Parts(served, raw, rest | sums), before_it_appears)
+        self._pending = self._thread.submit(self._write, step, Parts(served, raw, rest | sums), before_it_appears, more)
 
     def wait(self) -> None:
         """Until everything is on the disk."""
@@ -104,7 +110,9 @@ class Saver:
         """After what is under way."""
         self._thread.shutdown()
 
-    def _write(self, step: int, parts: Parts, before_it_appears: Callable[[], object]) -> None:
+    def _write(
+        self, step: int, parts: Parts, before_it_appears: Callable[[], object], more: Callable[[Path], object]
+    ) -> None:
         tree = {STATE: as_tree(parts.rest)} | ({"params": as_tree(parts.raw)} if parts.raw else {})
         try:
             write_checkpoint(
@@ -116,6 +124,7 @@ class Saver:
                 train_state=tree,
                 overwrite=True,
                 before_it_appears=before_it_appears,
+                more=more,
             )
         except OSError as error:
             raise UserError(

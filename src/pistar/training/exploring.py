@@ -1,0 +1,227 @@
+"""A policy that practises: it acts, each episode exploring in its own way, and what it looked at and did is kept.
+
+Chunks begin where the policy really looked. What is learnt from is the true observation with the actions that came of
+it, in the model's own space; of a chunk only the steps that were executed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from pistar.config import Pi0Config
+from pistar.data.transforms import Data, Transform, stack_observations
+from pistar.envs.env import Scene
+from pistar.envs.rollout import Request
+from pistar.models.pi0 import Params, bind
+from pistar.training.online_config import ExplorationConfig
+from pistar.types import AnyArray, Episode, Observation
+
+
+@dataclasses.dataclass(frozen=True)
+class Mood:
+    """How one episode explores."""
+
+    kind: str = "plain"
+    noise_scale: float = 1.0
+    """Of the flow's initial noise."""
+    hold_noise: bool = False
+    """The same noise for every chunk."""
+    action_deviation: float = 0.0
+    """In deviations of the action in the data."""
+    shift: Float[np.ndarray, " s"] | None = None
+    """What the state the policy is told is off by, in deviations of the state in the data."""
+
+
+ZERO_NOISE = Mood("zero noise", noise_scale=0.0)
+"""The policy without chance."""
+
+
+def draw_mood(config: ExplorationConfig, rng: np.random.Generator, scene: Scene, state_dim: int) -> Mood:
+    """By the shares configured."""
+    c, at = config, rng.uniform()
+    for kind in ("held_noise", "warm_noise", "action_noise", "misled"):
+        share = getattr(c, kind)
+        if at < share:
+            break
+        at -= share
+    else:
+        return Mood()
+    if kind == "held_noise":
+        return Mood(kind, noise_scale=c.held_noise_scale, hold_noise=True)
+    if kind == "warm_noise":
+        return Mood(kind, noise_scale=c.warm_noise_scale)
+    if kind == "action_noise":
+        return Mood(kind, action_deviation=rng.uniform(0, c.action_noise_scale))
+    things = scene.things or tuple(((number,),) for number in range(state_dim))
+    shift = np.zeros(state_dim, np.float32)
+    for numbers in things[rng.integers(len(things))]:
+        shift[list(numbers)] = rng.normal(0, c.misled_scale)
+    return Mood(kind, shift=shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One look and what was decided on it."""
+
+    step: int
+    seen: Data
+    """As the model reads it. The truth, whatever the policy was told."""
+    noise: Float[np.ndarray, "h a"]
+    """The chunk was made of."""
+    chunk: Float[np.ndarray, "h a"]
+    """To learn from, as the model has it: as sampled, or where noise was added, as executed."""
+    sent: Float[np.ndarray, "h d"]
+    """The same in the robot's units, within limits."""
+    version: int
+    """Of the policy."""
+
+
+@dataclasses.dataclass
+class Explorer:
+    """Acts for up to `batch` environments at once. An episode's chance is its own, of key and number."""
+
+    model: Pi0Config
+    inputs: Transform
+    outputs: Transform
+    action_dim: int
+    """Of the robot."""
+    scene: Scene
+    batch: int
+    params: Params
+    version: int
+    key: PRNGKeyArray
+    moods: Sequence[Mood]
+    """By episode."""
+    flow_steps: int = 10
+    keep: bool = True
+    """What was looked at and done, in `plans`."""
+    plans: dict[int, list[Plan]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, requests: Sequence[Request]) -> Float[np.ndarray, "b h d"]:
+        """Chunks in the robot's units."""
+        frames = [self.inputs(dict(request.observation)) for request in requests]
+        moods = [self.moods[request.episode] for request in requests]
+        told = [_misled(frame, mood) for frame, mood in zip(frames, moods, strict=True)]
+        rows = [0] * self.batch  # where nobody asks, somebody's question stands in
+        for index, request in enumerate(requests):
+            rows[request.place] = index
+        noise, chunks = _sample(
+            self.model,
+            self.flow_steps,
+            self.params,
+            stack_observations([told[row] for row in rows]),
+            self.key,
+            np.array([requests[row].episode for row in rows], np.int32),
+            np.array([-1 if moods[row].hold_noise else requests[row].step for row in rows], np.int32),
+            np.array([moods[row].noise_scale for row in rows], np.float32),
+        )
+        noises, samples = np.asarray(noise), np.asarray(chunks)
+        places = [request.place for request in requests]
+        decided = zip(requests, frames, moods, noises[places], samples[places], strict=True)
+        plans = [self._decide(*each) for each in decided]
+        if self.keep:
+            for request, plan in zip(requests, plans, strict=True):
+                if request.step == 0:  # also where an episode begins again
+                    self.plans[request.episode] = []
+                self.plans[request.episode].append(plan)
+        return np.stack([plan.sent for plan in plans])
+
+    def _decide(
+        self,
+        request: Request,
+        frame: Data,
+        mood: Mood,
+        noise: Float[np.ndarray, "h a"],
+        chunk: Float[np.ndarray, "h a"],
+    ) -> Plan:
+        if mood.action_deviation:
+            rng = np.random.default_rng([*np.asarray(jax.random.key_data(self.key)), request.episode, request.step])
+            off = rng.normal(0, mood.action_deviation, (len(chunk), self.action_dim))
+            chunk = chunk + np.pad(off, ((0, 0), (0, chunk.shape[-1] - self.action_dim))).astype(chunk.dtype)
+        sent = self.outputs({"state": frame["state"], "actions": chunk})["actions"]
+        sent = np.clip(sent, self.scene.action_low, self.scene.action_high).astype(np.float32)
+        if mood.action_deviation:
+            chunk = self.inputs({**request.observation, "actions": sent})["actions"]
+        return Plan(request.step, frame, noise, chunk, sent, self.version)
+
+
+def _misled(frame: Data, mood: Mood) -> Data:
+    if mood.shift is None:
+        return frame
+    state = frame["state"].copy()
+    state[..., : len(mood.shift)] += mood.shift
+    return frame | {"state": state}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample(
+    config: Pi0Config,
+    flow_steps: int,
+    params: Params,
+    observation: Observation,
+    key: PRNGKeyArray,
+    episodes: Int[Array, " b"],
+    steps: Int[Array, " b"],
+    scales: Float[Array, " b"],
+) -> tuple[Float[Array, "b h a"], Float[Array, "b h a"]]:
+    """The noise of each row, made of its episode and step, and the chunk that comes of it."""
+
+    def draw(episode: Int[Array, ""], step: Int[Array, ""], scale: Float[Array, ""]) -> Float[Array, "h a"]:
+        own = jax.random.fold_in(jax.random.fold_in(key, episode), step)
+        return scale * jax.random.normal(own, (config.action_horizon, config.action_dim))
+
+    noise = jax.vmap(draw)(episodes, steps, scales)
+    model = bind(config, params)
+    return noise, model.sample(model.encode(observation), noise, num_steps=flow_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Chunks to learn from, many at once."""
+
+    observations: Observation
+    actions: Float[AnyArray, "b h a"]
+    valid: Bool[AnyArray, "b h"]
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+def executed_chunks(plans: Sequence[Plan], episode: Episode, execute: int) -> Chunks:
+    """What an episode was made of: each look with its chunk, and which of its steps were done."""
+    length, horizon = len(episode.actions), len(plans[0].chunk)
+    done = [min(execute, length - plan.step) for plan in plans]
+    assert [plan.step for plan in plans] == list(range(0, length, execute)), "one look for every chunk"
+    for plan, steps in zip(plans, done, strict=True):
+        # Plans of another episode would be trained on without a word.
+        np.testing.assert_allclose(
+            episode.actions[plan.step : plan.step + steps], plan.sent[:steps], rtol=1e-4, atol=1e-5
+        )
+    return Chunks(
+        stack_observations([plan.seen for plan in plans]),
+        np.stack([plan.chunk for plan in plans]),
+        np.arange(horizon) < np.array(done)[:, None],
+    )
+
+
+def join(parts: Sequence[Chunks]) -> Chunks:
+    """One after the other."""
+
+    def together(*rows: AnyArray) -> np.ndarray:
+        return np.concatenate(rows)
+
+    observations = jax.tree.map(together, *(part.observations for part in parts))
+    return Chunks(observations, together(*(part.actions for part in parts)), together(*(part.valid for part in parts)))
+
+
+def kinds_of(moods: Sequence[Mood], successes: Mapping[int, bool]) -> dict[str, tuple[int, int]]:
+    """By the way of exploring: episodes that succeeded, of how many."""
+    counts: dict[str, tuple[int, int]] = {}
+    for number, won in successes.items():
+        before = counts.get(moods[number].kind, (0, 0))
+        counts[moods[number].kind] = (before[0] + won, before[1] + 1)
+    return counts

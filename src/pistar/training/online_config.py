@@ -1,0 +1,141 @@
+"""How a policy practises: where, how often, how it explores, and which start states it takes."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from pistar.errors import UserError
+
+Choice = Literal["uniform", "skip_solved", "curriculum", "unsolved_first"]
+Replay = Literal["none", "best"]
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"{name} is {value}; it is a share, from 0 to 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplorationConfig:
+    """Shares of the rollouts that explore, each in one way; the rest acts as the policy does."""
+
+    held_noise: float = 0.0
+    """One flow noise for a whole episode …"""
+    held_noise_scale: float = 1.5
+    """… so many times as large as the flow's own."""
+    warm_noise: float = 0.0
+    """Every chunk from a noise …"""
+    warm_noise_scale: float = 1.5
+    """… so many times as large."""
+    action_noise: float = 0.0
+    """Each action is off by chance, and what was executed is what is learnt from …"""
+    action_noise_scale: float = 0.4
+    """… with a deviation of up to this, drawn for the episode; the unit is the deviation of the action in the data."""
+    misled: float = 0.0
+    """The policy is told a state that is off by the same for a whole episode, and learns from the true one …"""
+    misled_scale: float = 0.5
+    """… by so many deviations of the state in the data."""
+
+    def __post_init__(self) -> None:
+        for name in ("held_noise", "warm_noise", "action_noise", "misled"):
+            _check_share(f"online.exploration.{name}", getattr(self, name))
+            scale = getattr(self, f"{name}_scale")
+            if not 0 <= scale < math.inf:
+                raise UserError(f"online.exploration.{name}_scale is {scale}; use a number of at least 0.")
+        if self.total > 1 + 1e-9:
+            raise UserError(
+                f"online.exploration's shares add up to {self.total:g}; what is left of 1 acts without: lower some."
+            )
+
+    @property
+    def total(self) -> float:
+        """Share of the rollouts that explore."""
+        return self.held_noise + self.warm_noise + self.action_noise + self.misled
+
+
+@dataclasses.dataclass(frozen=True)
+class StartsConfig:
+    """Which start states are practised."""
+
+    choice: Choice = "skip_solved"
+    """`uniform`. `skip_solved`: one that was solved K times of K is passed over `skips` times, then tried again.
+    `curriculum`: rather those that succeed about as often as the target. `unsolved_first`: solved ones seldom, those
+    tried and never solved twice as often."""
+    pool: int = 400
+    """So many of the environment's, the first ones to learn from."""
+    skips: int = 3
+    target: tuple[float, float] = (0.7, 0.5)
+    """The curriculum's success rate, at the beginning of the run and at its end."""
+    at_random: float = 0.2
+    """Share of the curriculum's choices that are uniform."""
+
+    def __post_init__(self) -> None:
+        if self.pool < 1:
+            raise UserError(f"online.starts.pool is {self.pool}; at least 1 start state is practised.")
+        if self.skips < 0:
+            raise UserError(f"online.starts.skips is {self.skips}; give how often a solved one is passed over, or 0.")
+        _check_share("online.starts.at_random", self.at_random)
+        for target in self.target:
+            _check_share("online.starts.target", target)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineConfig:
+    """An iteration: rollouts, updates, and now and then an evaluation."""
+
+    environment: str | None = None
+    """As in `pistar eval --env`: metaworld/push-v3."""
+    limit: int | None = None
+    """Steps of an episode. None: the environment's own."""
+    execute: int | None = None
+    """Actions of a chunk before the policy looks again. None: as the environment's policies usually do."""
+    environments: int = 16
+    """At once."""
+    workers: int | None = None
+    """Processes they are spread over. None: as many as cores."""
+    contexts: int = 24
+    """Start states an iteration wants to learn from …"""
+    rollouts: int = 8
+    """… and how often each is tried: K."""
+    attempts: int = 1
+    """Start states that teach nothing, because all K succeeded or all failed, are replaced by others, up to so many
+    times `contexts` in all. 1: never."""
+    exploration: ExplorationConfig = dataclasses.field(default_factory=ExplorationConfig)
+    starts: StartsConfig = dataclasses.field(default_factory=StartsConfig)
+    replay: Replay = "none"
+    """`none`: an iteration learns from its own rollouts, by their advantages. `best`: from the shortest successes of
+    every start state so far, the more the seldomer it succeeds."""
+    replay_keeps: int = 2
+    """Successes of a start state `best` keeps."""
+    demonstrations: float = 0.1
+    """Share of each batch that is from the datasets, if there are any."""
+    epochs: float = 1.0
+    """Times each chunk is learnt from in an iteration, on average …"""
+    updates: int | None = None
+    """… or so many updates, however many chunks there are."""
+    restart: bool = False
+    """Each iteration trains on from the averaged weights, with fresh moments and its rate from the beginning: the
+    optimiser's schedule is then an iteration's, and the policy that practises next is one whose rate has come down."""
+    max_drift: float | None = None
+    """An iteration's updates end when the velocity has moved this far (mean square) from the policy that acted."""
+    evaluate_every: int = 1
+    """Iterations between evaluations on held-out start states; 0 for none but the last."""
+    evaluate_episodes: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("environments", "contexts", "attempts", "replay_keeps", "evaluate_episodes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"online.{name} is {getattr(self, name)}; use a whole number of at least 1.")
+        if self.rollouts < 2:
+            raise UserError(f"online.rollouts is {self.rollouts}; rollouts judge each other, so there are at least 2.")
+        for name in ("limit", "execute", "updates"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"online.{name} is {getattr(self, name)}; use at least 1, or none.")
+        if self.evaluate_every < 0:
+            raise UserError(f"online.evaluate_every is {self.evaluate_every}; give a number of iterations, or 0.")
+        if not 0 <= self.demonstrations < 1:
+            raise UserError(f"online.demonstrations is {self.demonstrations}; it is a share below 1 (try 0.1).")
+        if not 0 < self.epochs < math.inf:
+            raise UserError(f"online.epochs is {self.epochs}; use a positive number.")
+        if self.max_drift is not None and not 0 < self.max_drift < math.inf:
+            raise UserError(f"online.max_drift is {self.max_drift}; use a positive number, or none for no bound.")

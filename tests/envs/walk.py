@@ -1,0 +1,49 @@
+"""A cheap environment of Meta-World's robot for tests of practice: walk far enough to the right, and not too high."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
+
+
+class Walk(StartEnv):
+    """Of the 17 numbers the first two are where it is. `<start>.always` in `WALK_TROUBLE` makes a start state raise."""
+
+    def __init__(self, options: EnvOptions) -> None:
+        super().__init__(
+            Scene(
+                name="walk",
+                robot="metaworld",
+                instruction="go right",
+                fps=10,
+                limit=options.limit or 12,
+                action_low=(-1.0,) * 4,
+                action_high=(1.0,) * 4,
+                train=range(50),
+                held_out=range(100, 200),
+                things=(((0,), (1,)),),
+            )
+        )
+        self._at = np.zeros(2)
+
+    def _begin(self, start_id: int) -> None:
+        self._at = np.random.default_rng(start_id).uniform(-0.2, 0.2, 2)
+        self._number = start_id
+
+    def _act(self, action: np.ndarray) -> Ending:
+        folder = os.environ.get("WALK_TROUBLE")
+        if folder and (Path(folder) / f"{self._number}.always").exists():
+            raise ArithmeticError("the floor gave way")
+        self._at = self._at + 0.25 * action[:2]
+        return "success" if self._at[0] > 0.6 and abs(self._at[1]) < 0.4 else "goes on"
+
+    def observe(self) -> Seen:
+        state = np.zeros(17, np.float32)
+        state[:2] = self._at
+        return {"state": state}
+
+
+def make(options: EnvOptions) -> Walk:
+    return Walk(options)

@@ -1,0 +1,193 @@
+"""How episodes explore, and what of them is learnt from."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from envs.walk import make
+from metaworld_policy import fresh_checkpoint, request
+from pistar.config import Pi0Config
+from pistar.envs.env import EnvOptions, StartEnv
+from pistar.envs.rollout import Request, roll_out
+from pistar.envs.vector import Environments
+from pistar.training.exploring import Explorer, Mood, Plan, draw_mood, executed_chunks, join, kinds_of
+from pistar.training.online_config import ExplorationConfig
+from pistar.training.policy import Policy, load_policy
+from pistar.types import Episode
+
+WALK = "envs.walk:make"
+KEY = jax.random.key(5)
+EXECUTE = 3
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load_policy(fresh_checkpoint(tmp_path_factory.mktemp("fresh")))
+
+
+@pytest.fixture(scope="module")
+def env() -> StartEnv:
+    return make(EnvOptions())
+
+
+def explorer(policy: Policy, env: StartEnv, moods: list[Mood]) -> Explorer:
+    return Explorer(
+        model=policy.config,
+        inputs=policy.inputs,
+        outputs=policy.outputs,
+        action_dim=4,
+        scene=env.scene,
+        batch=4,
+        params=policy.params,
+        version=7,
+        key=KEY,
+        moods=moods,
+    )
+
+
+def ask(episode: int, step: int = 0, start: int = 3) -> Request:
+    return dataclasses.replace(request(start, step, place=episode % 4), episode=episode)
+
+
+def noise_of(model: Pi0Config, episode: int, step: int) -> np.ndarray:
+    """As it is documented: made of the episode and the step."""
+    key = jax.random.fold_in(jax.random.fold_in(KEY, episode), step)
+    return np.asarray(jax.random.normal(key, (model.action_horizon, model.action_dim)))
+
+
+def test_a_plan_is_the_policys_own_chunk_of_the_episodes_noise(policy: Policy, env: StartEnv) -> None:
+    acting = explorer(policy, env, [Mood(), Mood()])
+    asked = [ask(0), ask(1)]
+    sent = acting(asked)
+    for number, each in enumerate(asked):
+        (plan,) = acting.plans[number]
+        noise = noise_of(policy.config, number, 0)
+        np.testing.assert_array_equal(plan.noise, noise)
+        expected = policy.act([dict(each.observation)], noise[None])[0]
+        np.testing.assert_allclose(plan.sent, np.clip(expected, -1, 1), atol=2e-2)  # bfloat16, in another batch
+        np.testing.assert_array_equal(plan.sent, sent[number])
+        assert plan.version == 7
+    assert np.abs(acting.plans[0][0].chunk - acting.plans[1][0].chunk).max() > 0.1, "rollouts of one start differ"
+
+
+def test_what_is_kept_is_in_the_models_space_and_what_is_sent_in_the_robots(policy: Policy, env: StartEnv) -> None:
+    acting = explorer(policy, env, [Mood()])
+    sent = acting([ask(0)])
+    (plan,) = acting.plans[0]
+    np.testing.assert_allclose(sent[0], np.clip(0.5 * plan.chunk[:, :4], -1, 1), atol=1e-5)  # deviations are 0.5
+    np.testing.assert_array_equal(plan.seen["state"], policy.inputs(dict(ask(0).observation))["state"])
+
+
+def test_held_noise_is_the_same_for_a_whole_episode_and_larger(policy: Policy, env: StartEnv) -> None:
+    acting = explorer(policy, env, [Mood("held_noise", noise_scale=1.5, hold_noise=True), Mood()])
+    for step in (0, 3, 6):
+        acting([ask(0, step), ask(1, step)])
+    first, second, third = (plan.noise for plan in acting.plans[0])
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, third)
+    assert np.std(first) == pytest.approx(1.5, rel=0.2)
+    assert not np.array_equal(acting.plans[1][0].noise, acting.plans[1][1].noise)
+
+
+def test_noise_on_actions_is_learnt_from_as_it_was_executed(policy: Policy, env: StartEnv) -> None:
+    acting = explorer(policy, env, [Mood("action_noise", action_deviation=3.0)])
+    acting([ask(0)])
+    plain = explorer(policy, env, [Mood()])
+    plain([ask(0)])
+    (plan,), (without,) = acting.plans[0], plain.plans[0]
+    assert np.abs(plan.sent - without.sent).max() > 0.3
+    assert np.abs(plan.sent).max() == 1.0, "limits were met, or this would show less"
+    # The label is what was done, limits included, in the model's units; the padding is the robot's, zero.
+    np.testing.assert_allclose(plan.chunk[:, :4], plan.sent / 0.5, atol=1e-4)
+    assert not plan.chunk[:, 4:].any()
+
+
+def test_a_misled_policy_decides_on_the_shift_and_learns_from_the_truth(policy: Policy, env: StartEnv) -> None:
+    shift = np.zeros(17, np.float32)
+    shift[:2] = 4.0
+    acting = explorer(policy, env, [Mood("misled", shift=shift), Mood()])
+    acting([ask(0), ask(0)])  # the same noise
+    truth = policy.inputs(dict(ask(0).observation))["state"]
+    (plan, _) = acting.plans[0][-1], None
+    np.testing.assert_array_equal(plan.seen["state"], truth)
+    told = {**ask(0).observation, "state": ask(0).observation["state"] + 0.3 * shift}  # deviations are 0.3
+    expected = policy.act([told], noise_of(policy.config, 0, 0)[None])[0]
+    np.testing.assert_allclose(plan.sent, np.clip(expected, -1, 1), atol=2e-2)
+
+
+def test_an_episode_that_begins_again_forgets_what_it_had_planned(policy: Policy, env: StartEnv) -> None:
+    acting = explorer(policy, env, [Mood()])
+    acting([ask(0, 0)])
+    acting([ask(0, 3)])
+    acting([ask(0, 0)])
+    assert [plan.step for plan in acting.plans[0]] == [0]
+
+
+def test_rollouts_of_many_environments_keep_their_plans_apart(policy: Policy) -> None:
+    """Each episode's chunks are what that episode executed, each look is of that moment, and no step is trained on
+    that was never done: against a slow twin that steps one environment by hand."""
+    starts = [0, 0, 0, 1, 2, 3, 3]
+    with Environments(WALK, EnvOptions(limit=8), count=4, workers=0) as envs:
+        acting = dataclasses.replace(explorer(policy, make(EnvOptions()), [Mood()] * len(starts)), batch=2)
+        rollouts = list(roll_out(envs, starts, acting, execute=EXECUTE))
+    for number, rollout in enumerate(rollouts):
+        assert rollout.episode is not None
+        chunks = executed_chunks(acting.plans[number], rollout.episode, EXECUTE)
+        alone, at = make(EnvOptions(limit=8)), 0
+        alone.begin(rollout.start_id)
+        for row, valid in enumerate(chunks.valid):
+            seen = policy.inputs({**alone.observe(), "prompt": np.asarray("go right")})
+            np.testing.assert_array_equal(chunks.observations.state[row], seen["state"])
+            np.testing.assert_array_equal(chunks.observations.tokenized_prompt[row], seen["tokenized_prompt"])
+            for step in range(int(valid.sum())):
+                assert valid[: step + 1].all(), "executed steps come first"
+                action = np.clip(0.5 * np.asarray(chunks.actions)[row, step, :4], -1, 1)
+                np.testing.assert_allclose(action, rollout.episode.actions[at], atol=1e-5)
+                alone.act(rollout.episode.actions[at])
+                at += 1
+        assert at == len(rollout.episode.actions)
+    together = join([executed_chunks(acting.plans[n], r.episode, EXECUTE) for n, r in enumerate(rollouts) if r.episode])
+    assert int(together.valid.sum()) == sum(len(rollout.episode.actions) for rollout in rollouts if rollout.episode)
+
+
+def episode(actions: np.ndarray) -> Episode:
+    return Episode({}, actions, np.zeros(len(actions), np.float32), False, True, False, "go right")
+
+
+def test_chunks_of_another_episode_are_refused(policy: Policy, env: StartEnv) -> None:
+    acting = explorer(policy, env, [Mood(), Mood()])
+    acting([ask(0), ask(1)])
+    own = episode(acting.plans[0][0].sent[:2])
+    assert executed_chunks(acting.plans[0], own, EXECUTE).valid.tolist() == [[True, True, False, False, False]]
+    with pytest.raises(AssertionError):
+        executed_chunks(acting.plans[1], own, EXECUTE)
+    missing: list[Plan] = []
+    with pytest.raises((AssertionError, IndexError)):
+        executed_chunks(missing, own, EXECUTE)
+
+
+def test_moods_come_in_their_shares(env: StartEnv) -> None:
+    config = ExplorationConfig(held_noise=0.1, warm_noise=0.2, action_noise=0.3, misled=0.15)
+    rng = np.random.default_rng(0)
+    moods = [draw_mood(config, rng, env.scene, 17) for _ in range(4000)]
+    counts = {kind: all_ / 4000 for kind, (_, all_) in kinds_of(moods, dict.fromkeys(range(4000), True)).items()}
+    expected = {"held_noise": 0.1, "warm_noise": 0.2, "action_noise": 0.3, "misled": 0.15, "plain": 0.25}
+    assert counts == pytest.approx(expected, abs=0.03)
+    shifts = np.array([mood.shift for mood in moods if mood.shift is not None])
+    assert not shifts[:, 2:].any(), "only what the scene calls a thing"
+    assert shifts[:, :2].std() == pytest.approx(0.5, rel=0.1)
+    deviations = [mood.action_deviation for mood in moods if mood.kind == "action_noise"]
+    assert 0 < min(deviations) < 0.05
+    assert 0.35 < max(deviations) <= 0.4
+
+
+def test_no_share_is_the_policy_itself(env: StartEnv) -> None:
+    rng = np.random.default_rng(0)
+    assert {draw_mood(ExplorationConfig(), rng, env.scene, 17).kind for _ in range(50)} == {"plain"}
+
+
+def test_notes_by_kind_count_successes() -> None:
+    moods = [Mood(), Mood("misled"), Mood("misled"), Mood()]
+    assert kinds_of(moods, {0: True, 1: False, 2: True}) == {"plain": (1, 1), "misled": (1, 2)}
