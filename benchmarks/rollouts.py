@@ -7,7 +7,7 @@ as there are cores, one call of the policy for half of them while the other half
 process, one call at a time, twice over: in Meta-World as it is installed (`ratio`), which is what anybody would write
 first, and in the same leaner simulator that the batched ones use (`ratio_same_simulator`), which leaves out what that
 has gained. Both are compiled before and measured in turn, for about as long; of each the quickest round counts, since
-whatever else the machine does only slows them down. A minute or two.
+whatever else the machine does only slows them down. Every round has start states of its own. A few minutes.
 
 Simulators gain by the number of cores and no more, the policy by its batch and by thinking while they act. Told for
 two policies: of the sizes of OpenPI's smallest Gemma, `dummy` (four layers), and of the preset `rl_metaworld` (one).
@@ -18,7 +18,6 @@ import dataclasses
 import json
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable
 
@@ -27,13 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from metaworld.types import Task
-from scipy.spatial.transform import Rotation
 
 from pistar.config import GemmaConfig, Pi0Config
 from pistar.data.norm_stats import NormStats
 from pistar.data.robots import find_robot, input_transform, output_transform
 from pistar.envs.env import EnvOptions
-from pistar.envs.metaworld import INSTRUCTIONS, STATE, MetaWorld, QuickRotation
+from pistar.envs.metaworld import INSTRUCTIONS, STATE, MetaWorld
 from pistar.envs.rollout import Clock, Request, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.models.pi0 import init_params
@@ -42,7 +40,10 @@ from pistar.presets import get_config
 from pistar.training.acting import Actor
 from pistar.training.policy import Policy
 
-TASK, ENVIRONMENTS, LIMIT, ALONE = "pick-place-v3", 16, 100, 8
+TASK, LIMIT = "pick-place-v3", 100
+ENVIRONMENTS, EPISODES = 16, 40
+ALONE = 8
+"""Episodes of the naive loop."""
 
 
 _PRESET = get_config("rl_metaworld").model
@@ -85,18 +86,16 @@ class Round:
         return self.steps / self.seconds
 
 
-def batched(envs: Environments, actor: Actor, execute: int) -> Round:
-    """An episode of each environment."""
+def batched(envs: Environments, actor: Actor, execute: int, starts: range) -> Round:
+    """So many episodes that the environments do not end together."""
     clock, since = Clock(), time.perf_counter()
-    for rollout in roll_out(envs, range(ENVIRONMENTS), actor, execute=execute, clock=clock):
+    for rollout in roll_out(envs, starts, actor, execute=execute, clock=clock):
         assert rollout.episode is not None
     return Round(clock.steps, time.perf_counter() - since, clock)
 
 
 class Lean:
     """The simulator the batched rollouts use."""
-
-    rotation: type = QuickRotation
 
     def __init__(self) -> None:
         self._env = MetaWorld(TASK, EnvOptions(limit=LIMIT))
@@ -115,15 +114,13 @@ class Lean:
 class Plain:
     """Meta-World as it is installed, with the same start states."""
 
-    rotation: type = Rotation
-
     def __init__(self) -> None:
         self._sim = ALL_V3_ENVIRONMENTS[TASK]()
-        self._starts = MetaWorld(TASK, EnvOptions(limit=LIMIT))._start_vector
+        self._draw = MetaWorld(TASK, EnvOptions(limit=LIMIT))._draw_start
 
     def reset(self, start_id: int) -> np.ndarray:
         """All the numbers there are."""
-        start = {"env_cls": type(self._sim), "rand_vec": self._starts(start_id), "partially_observable": False}
+        start = {"env_cls": type(self._sim), "rand_vec": self._draw(start_id), "partially_observable": False}
         self._sim.set_task(Task(TASK, pickle.dumps(start)))
         seen: np.ndarray = self._sim.reset()[0]
         return seen
@@ -134,11 +131,10 @@ class Plain:
         return seen, bool(told["success"])
 
 
-def naive(env: Lean | Plain, actor: Actor, execute: int) -> Round:
+def naive(env: Lean | Plain, actor: Actor, execute: int, starts: range) -> Round:
     """One episode after the other."""
-    sys.modules[ALL_V3_ENVIRONMENTS[TASK].__module__].Rotation = env.rotation  # type: ignore[attr-defined]
     steps, since, prompt = 0, time.perf_counter(), np.asarray(INSTRUCTIONS[TASK])
-    for start_id in range(ALONE):
+    for start_id in starts:
         seen, done, at = env.reset(start_id), False, 0
         while not done and at < LIMIT:
             (chunk,) = actor(
@@ -158,14 +154,14 @@ def measure(policy: Policy, rounds: int) -> dict[str, float]:
     many, one = Actor(policy, batch_size(ENVIRONMENTS), seed=0), Actor(policy, 1, seed=0)
     execute, plain, lean = policy.config.action_horizon, Plain(), Lean()
     with Environments(f"metaworld/{TASK}", EnvOptions(limit=LIMIT), count=ENVIRONMENTS) as envs:
-        ways: list[Callable[[], Round]] = [
-            lambda: batched(envs, many, execute),
-            lambda: naive(plain, one, execute),
-            lambda: naive(lean, one, execute),
+        ways: list[Callable[[range], Round]] = [
+            lambda starts: batched(envs, many, execute, starts),
+            lambda starts: naive(plain, one, execute, starts[:ALONE]),
+            lambda starts: naive(lean, one, execute, starts[:ALONE]),
         ]
-        for way in ways:
-            way()  # compiles
-        found = [[way() for way in ways] for _ in range(rounds)]
+        # Start states nobody has begun from, as in an evaluation. The first round compiles.
+        rounds_of = [range(i * EPISODES, (i + 1) * EPISODES) for i in range(rounds + 1)]
+        found = [[way(starts) for way in ways] for starts in rounds_of][1:]
     together, of_plain, of_lean = (max(each, key=lambda a: a.rate) for each in zip(*found, strict=True))
     clock, seconds = together.clock, together.seconds
     return {
@@ -177,7 +173,7 @@ def measure(policy: Policy, rounds: int) -> dict[str, float]:
         "share_policy": round(clock.policy / seconds, 2),
         "share_waiting_for_simulators": round(clock.waiting / seconds, 2),
         "share_rest": round(1 - (clock.policy + clock.waiting) / seconds, 2),
-        "share_simulators_busy": round(clock.simulators / seconds / (os.cpu_count() or 1), 2),
+        "simulators_of_all_processors": round(clock.simulators / seconds / (os.cpu_count() or 1), 2),
     }
 
 

@@ -58,7 +58,7 @@ def evaluate(
         seed: Of the policy's noise, which is made of it, the start state and the step.
         limit: Steps of an episode; the benchmark's own if left out.
         shadows: Render them, which takes several times as long; OpenPI's own clients do for ALOHA.
-        environments: Side by side; one call of the policy serves all.
+        environments: Side by side; one call of the policy serves half of them while the others act.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
         out: JSON of everything, episode by episode.
         save_dataset: A new folder for the episodes as a LeRobot v3.0 dataset.

@@ -81,7 +81,7 @@ def test_an_episode_is_whole(expected: list[Rollout]) -> None:
     assert ends["success"] > 2
 
 
-def test_the_policy_is_asked_for_all_at_once_and_again_after_so_many_actions() -> None:
+def test_the_policy_is_asked_for_half_at_once_and_again_after_so_many_actions() -> None:
     asked: list[list[tuple[int, int]]] = []
 
     def act(requests: Sequence[Request]) -> np.ndarray:
@@ -156,11 +156,28 @@ def test_half_of_the_environments_act_while_the_policy_thinks_about_the_others(m
     ]
 
 
-def test_rollouts_that_are_given_up_leave_nothing_to_hear_for_those_after_them(expected: list[Rollout]) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rollouts_that_are_given_up_leave_nothing_to_those_after_them(expected: list[Rollout], workers: int) -> None:
+    """Closed, or only left alone, as a notebook's interrupted cell leaves it."""
+    with Environments(TOY, EnvOptions(limit=60), count=4, workers=workers) as envs:
+        for leave in ("close", "keep"):
+            first = roll_out(envs, range(60, 69), head_home, execute=3, record=True)
+            next(first)
+            assert envs._awaited, "or nothing would be left"
+            if leave == "close":
+                first.close()  # type: ignore[attr-defined]  # a generator
+            found = list(roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3))
+            for one, other in zip(found, expected, strict=True):
+                same(one.episode, other.episode)
+            if leave == "keep":
+                with pytest.raises(RuntimeError, match="by somebody who forgot them"):
+                    list(first)
+
+
+def test_errors_of_several_environments_are_one_and_the_next_rollouts_go_well(expected: list[Rollout]) -> None:
     with Environments(TOY, EnvOptions(limit=60), count=4, workers=2) as envs:
-        first = roll_out(envs, [50, 51, 52, 53, 54], head_home, execute=3, record=True)
-        next(first)
-        first.close()  # type: ignore[attr-defined]  # a generator
+        with pytest.raises(UserError, match="has 2 numbers"):
+            list(roll_out(envs, STARTS, lambda asked: np.zeros((len(asked), CHUNK, 3)), execute=3))
         found = list(roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3))
     for one, other in zip(found, expected, strict=True):
         same(one.episode, other.episode)

@@ -58,6 +58,13 @@ def test_pictures_are_kept_when_the_worker_goes_on() -> None:
         np.testing.assert_array_equal(first.seen["a"], kept)
 
 
+def test_far_more_environments_than_a_pipe_has_room_for_answers_of() -> None:
+    with Environments(TOY, count=300, workers=1, chunk=64) as envs:
+        envs.do({slot: Begin(slot % 100) for slot in range(300)})
+        answers = envs.do({slot: Go(np.zeros((64, 2)), look=True) for slot in range(300)})
+    assert all(isinstance(answer, Went) for answer in answers.values())
+
+
 def test_looking_once_gives_the_last_look() -> None:
     with Environments(TOY, count=1, workers=0) as envs:
         envs.do({0: Begin(0)})

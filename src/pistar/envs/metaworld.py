@@ -1,12 +1,13 @@
 """Meta-World's 50 tasks of a Sawyer arm, their scripted experts, and sentences for what is to be done."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pickle
-import sys
+import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ class MetaWorld(StartEnv):
         kinds, experts = _simulator()
         self._sim = kinds[task]()
         self._sim.max_path_length = self.scene.limit
-        _make_lean(self._sim, task)
+        _make_lean(self._sim)
         self._expert = experts[task]()
         self._start_vector = functools.lru_cache(maxsize=1000)(self._draw_start)
         self._now = np.zeros(39)
@@ -130,14 +131,15 @@ class MetaWorld(StartEnv):
 
         start = {"env_cls": type(self._sim), "rand_vec": self._start_vector(start_id), "partially_observable": False}
         self._sim.set_task(Task(self._task, pickle.dumps(start)))
-        self._now = _reset_once(self._sim)
+        self._now = _reset(self._sim)
 
     def _draw_start(self, start_id: int) -> Float[np.ndarray, " v"]:
         """Where things are: what Meta-World draws, its own conditions kept, with this seed."""
         sim = self._sim
         sim._freeze_rand_vec, sim.seeded_rand_vec = False, True
         sim.seed(start_id)
-        sim.reset()
+        with _hand_at_rest(sim):
+            sim.reset()
         drawn: np.ndarray = sim._last_rand_vec.copy()
         return drawn
 
@@ -185,28 +187,37 @@ class MetaWorld(StartEnv):
 # seen nor what succeeds: a test holds all fifty tasks against the originals.
 
 
-def _make_lean(sim: Any, task: str) -> None:  # noqa: ANN401  # Meta-World has no types
+def _make_lean(sim: Any) -> None:  # noqa: ANN401  # Meta-World has no types
     sim.touching_object = functools.partial(touching, sim)
-    module = sys.modules[type(sim).__module__]
-    if hasattr(module, "Rotation"):
-        module.Rotation = QuickRotation  # type: ignore[attr-defined]
-    if task not in SUCCESS_BY_REWARD:
-        sim._gripper_caging_reward = lambda *_, **__: 0.0
+    sim._gripper_caging_reward = lambda *_, **__: 0.0  # a reward nobody looks at
+    theirs = type(sim)._get_quat_objects
+    names = {**theirs.__globals__, "Rotation": QuickRotation}  # for this one alone: others may have made their own
+    sim._get_quat_objects = types.FunctionType(theirs.__code__, names, closure=theirs.__closure__).__get__(sim)
 
 
-SUCCESS_BY_REWARD = ("stick-push-v3",)
-"""Tasks whose success depends on the reward for grasping, which nobody else needs."""
-
-
-def _reset_once(sim: Any) -> Float[np.ndarray, " 39"]:  # noqa: ANN401
-    """What its `reset` gives, which moves the hand to its place twice and throws the first time away."""
+def _reset(sim: Any) -> Float[np.ndarray, " 39"]:  # noqa: ANN401
+    """What its `reset` gives. That sets everything up twice, since the first time the hand finds furniture where it was
+    in the episode before; but that first time the hand need not move."""
     from gymnasium.envs.mujoco import MujocoEnv
 
     sim.curr_path_length = 0
+    with _hand_at_rest(sim):
+        sim.reset_model()
     seen: np.ndarray = MujocoEnv.reset(sim)[0].astype(np.float64)
+    if type(sim).__name__ in ("SawyerPushEnvV3", "SawyerPushBackEnvV3"):
+        sim.data.site("goal").xpos = sim.model.site("goal").pos  # at the puck's height, which the hand has touched
     sim._prev_obs = seen[:18].copy()
     seen[18:36] = sim._prev_obs
     return seen
+
+
+@contextlib.contextmanager
+def _hand_at_rest(sim: Any) -> Iterator[None]:  # noqa: ANN401
+    sim._reset_hand = lambda *_, **__: setattr(sim, "init_tcp", sim.tcp_center)  # all it does but move the hand
+    try:
+        yield
+    finally:
+        del sim._reset_hand
 
 
 def touching(sim: Any, geom: int) -> bool:  # noqa: ANN401
@@ -229,15 +240,15 @@ class QuickRotation:
         return cls(matrix)
 
     def as_quat(self) -> Float[np.ndarray, " 4"]:
-        """x, y, z, w of the two signs the one SciPy gives: the largest number is positive."""
+        """x, y, z, w; of the two signs the one whose largest number is positive, as SciPy has it."""
         (a, b, c), (d, e, f), (g, h, i) = self.matrix.tolist()
         trace = a + e + i
         largest = max(a, e, i, trace)
-        if largest == a and a != trace:
+        if largest == a:
             numbers = (1 - trace + 2 * a, d + b, g + c, h - f)
-        elif largest == e and e != trace:
+        elif largest == e:
             numbers = (d + b, 1 - trace + 2 * e, h + f, c - g)
-        elif largest == i and i != trace:
+        elif largest == i:
             numbers = (g + c, h + f, 1 - trace + 2 * i, d - b)
         else:
             numbers = (h - f, c - g, d - b, 1 + trace)

@@ -1,4 +1,4 @@
-"""Episodes of a policy: many environments, one call of the policy for all that need actions.
+"""Episodes of a policy: many environments, one call of the policy for half of them while the others act.
 
 An episode depends on its start state, its seed and who acts, and on nothing else: not on how many others go on beside
 it, nor on how many processes they are spread over. That is what makes two evaluations comparable.
@@ -64,9 +64,9 @@ class Clock:
 
     policy: float = 0.0
     waiting: float = 0.0
-    """For simulators, with nothing else to do."""
+    """For simulators in other processes, with nothing else to do."""
     simulators: float = 0.0
-    """Inside simulators, summed up over them."""
+    """Of processors inside simulators, summed up over them."""
     steps: int = 0
 
 
@@ -165,21 +165,18 @@ def roll_out(
         # Together: nobody waits for somebody else's beginning, which may take as long as many steps.
         environments.tell({**begins, **gos})
 
+    environments.forget()  # what somebody before us told them and did not wait for
     half = batch_size(environments.count)
     groups = [range(half), range(half, environments.count)]
-    try:
-        for group in groups:
+    for group in groups:
+        tell(group)
+    while told < len(starts):
+        for group in groups:  # the other acts while the policy thinks about this one
+            settle(_hear(environments, [slot for slot in group if slot in running], clock))
+            while told in finished:
+                yield finished.pop(told)
+                told += 1
             tell(group)
-        while told < len(starts):
-            for group in groups:  # the other acts while the policy thinks about this one
-                settle(_hear(environments, [slot for slot in group if slot in running], clock))
-                while told in finished:
-                    yield finished.pop(told)
-                    told += 1
-                tell(group)
-    except (Exception, GeneratorExit):
-        environments.hush()  # whoever comes next must not hear answers to what these were told
-        raise
 
 
 def _ask(

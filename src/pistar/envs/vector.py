@@ -7,9 +7,11 @@ Here each is told on its own what to do, a whole chunk at a time, and a worker t
 import contextlib
 import mmap
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -47,8 +49,11 @@ class Environments:
         self._name, self._options, self._patience = name, options, patience
         self._lost: dict[int, Fault] = {}
         """Environments whose episode went with its worker, until they begin another."""
-        self._heard: dict[int, Went | Fault] = {}
+        self._heard: dict[int, Went | Fault | UserError] = {}
         """Answers nobody has asked for yet."""
+        self._told = 0
+        self._awaited: dict[int, int] = {}
+        """Which of all that was told each environment is to answer."""
         self._here: Simulators | None = None
         self._workers: list[_Worker] = []
         if workers == 0:
@@ -57,7 +62,7 @@ class Environments:
             return
         try:
             for number in range(workers):
-                self._workers.append(_Worker(name, options, len(range(number, count, workers)), chunk))
+                self._workers.append(_Worker(name, options, range(number, count, workers), chunk))
             scenes = [worker.ready() for worker in self._workers]
         except BaseException:
             self.close()
@@ -82,53 +87,59 @@ class Environments:
         return self.hear(commands)
 
     def tell(self, commands: Mapping[int, Begin | Go]) -> None:
-        """Tell each of these what to do; all answers to what they were told before have been heard."""
-        if self._here is not None:
-            self._heard |= {slot: self._here.obey(slot, command) for slot, command in commands.items()}
-            return
+        """Tell each of these what to do. What they have not answered yet is not asked for any more."""
         for slot, command in commands.items():
+            self._heard.pop(slot, None)
+            self._told += 1
+            self._awaited[slot] = self._told
+            if self._here is not None:
+                self._heard[slot] = self._here.obey(slot, command)
+                continue
             if isinstance(command, Begin):
                 self._lost.pop(slot, None)
             if slot in self._lost:  # with a worker, while others of its episodes were spoken of
                 self._heard[slot] = self._lost[slot]
                 continue
             number, inner = self._place(slot)
-            worker = self._workers[number]
-            if not worker.unheard:
-                worker.last_heard = time.monotonic()  # it had nothing to say
-            worker.unheard.append(slot)
-            with contextlib.suppress(OSError):  # it died: noticed when it is listened to
-                worker.connection.send((inner, command))
+            self._workers[number].tell(slot, self._told, (inner, command))
 
     def hear(self, slots: Iterable[int]) -> dict[int, Went | Fault]:
         """Wait for the answers of all of these. What others say meanwhile is kept for when it is asked for."""
         awaited = set(slots)
+        if strangers := awaited - self._awaited.keys():
+            raise RuntimeError(f"environments {sorted(strangers)} were told nothing, or by somebody who forgot them")
         while missing := awaited - self._heard.keys():
             numbers = sorted({self._place(slot)[0] for slot in missing})
             connections = {self._workers[number].connection: number for number in numbers}
             for connection in wait(list(connections), timeout=1.0):
                 number = connections[connection]  # type: ignore[index]  # it gives back what it was given
                 worker = self._workers[number]
-                worker.last_heard = time.monotonic()
                 try:
-                    slot, answer = worker.hear(number, len(self._workers))
+                    slot, told, answer = worker.hear()
                 except (EOFError, OSError):
                     self._replace(number, Fault("died", f"its worker ended with code {worker.process.wait()}"))
                     continue
-                worker.unheard.remove(slot)
-                if isinstance(answer, UserError):
-                    raise answer
-                self._heard[slot] = answer
+                self._note(slot, told, answer)
             for number in numbers:
                 worker = self._workers[number]
                 if worker.unheard and time.monotonic() - worker.last_heard > self._patience:
                     self._replace(number, Fault("hung", f"no answer for {self._patience:g} s"))
-        return {slot: self._heard.pop(slot) for slot in awaited}
+        answers = {slot: self._heard.pop(slot) for slot in sorted(awaited)}
+        for slot, answer in answers.items():
+            del self._awaited[slot]
+            if isinstance(answer, UserError):
+                raise answer
+        return answers  # type: ignore[return-value]  # no errors any more
 
-    def hush(self) -> None:
-        """Wait for all that was told and not heard, and forget it."""
-        self.hear({slot for worker in self._workers for slot in worker.unheard})
+    def forget(self) -> None:
+        """What was told and not heard: nobody will ask for it."""
+        self._awaited.clear()
         self._heard.clear()
+
+    def _note(self, slot: int, told: int, answer: "Went | Fault | UserError") -> None:
+        """For whoever asked; what was forgotten is dropped."""
+        if self._awaited.get(slot) == told:
+            self._heard[slot] = answer
 
     def _place(self, slot: int) -> tuple[int, int]:
         """Whose an environment is, and which of its own."""
@@ -139,9 +150,10 @@ class Environments:
         gone = self._workers[number]
         gone.end()
         beside = Fault("lost", f"with its worker, which {fault.kind} at another episode")
-        faults = dict.fromkeys(range(number, self.count, len(self._workers)), beside) | {gone.unheard[0]: fault}
+        faults = dict.fromkeys(range(number, self.count, len(self._workers)), beside) | {gone.unheard[0][0]: fault}
         self._lost |= faults
-        self._heard |= {slot: faults[slot] for slot in gone.unheard}
+        for slot, told in gone.unheard:
+            self._note(slot, told, faults[slot])
         self._workers[number] = _Worker(self._name, self._options, gone.slots, self.chunk)
         self._workers[number].ready()
         for worker in self._workers:
@@ -151,10 +163,10 @@ class Environments:
 class _Worker:
     """A process, its pipe and the memory it leaves pictures in."""
 
-    def __init__(self, name: str, options: EnvOptions, slots: int, chunk: int) -> None:
+    def __init__(self, name: str, options: EnvOptions, slots: range, chunk: int) -> None:
         self.slots, self._name, self._steps = slots, name, chunk
-        self.unheard: list[int] = []
-        """Environments of `Environments` that were told something and have not answered, in that order."""
+        self.unheard: list[tuple[int, int]] = []
+        """Environments, of all there are, that were told something and have not answered, in that order, and what."""
         self.last_heard = time.monotonic()
         ours, theirs = socket.socketpair()
         self._memory = os.memfd_create("pictures")
@@ -170,7 +182,10 @@ class _Worker:
         )
         theirs.close()
         self.connection = Connection(ours.detach())
-        self.connection.send({"path": sys.path, "name": name, "options": options, "slots": slots})
+        self.connection.send({"path": sys.path, "name": name, "options": options, "slots": len(slots)})
+        # From a thread: a worker that waits for us to hear it does not listen.
+        self._outbox: queue.SimpleQueue[tuple[int, Begin | Go] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send, name="to a simulator", daemon=True).start()
 
     def ready(self) -> Scene:
         """Once its simulators stand."""
@@ -185,21 +200,37 @@ class _Worker:
         if isinstance(scene, UserError):
             raise scene
         assert isinstance(scene, Scene)
-        size = Pictures.size(scene.cameras, self.slots, self._steps)
+        size = Pictures.size(scene.cameras, len(self.slots), self._steps)
         os.ftruncate(self._memory, size)
-        self.pictures = Pictures(mmap.mmap(self._memory, size), scene.cameras, self.slots, self._steps)
-        self.connection.send((self.slots, self._steps))
+        self.pictures = Pictures(mmap.mmap(self._memory, size), scene.cameras, len(self.slots), self._steps)
+        self.connection.send((len(self.slots), self._steps))
         return scene
 
-    def hear(self, number: int, workers: int) -> tuple[int, Went | Fault | UserError]:
-        """Its next answer, and which of all environments that is from."""
+    def tell(self, slot: int, told: int, command: tuple[int, Begin | Go]) -> None:
+        """One of its environments, by its own number, what to do."""
+        if not self.unheard:
+            self.last_heard = time.monotonic()  # it had nothing to say
+        self.unheard.append((slot, told))
+        self._outbox.put(command)
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # it died: noticed when it is listened to
+            while (command := self._outbox.get()) is not None:
+                self.connection.send(command)
+
+    def hear(self) -> tuple[int, int, Went | Fault | UserError]:
+        """Its next answer: from which environment, to what, and the answer."""
         inner, answer, looks = self.connection.recv()
+        self.last_heard = time.monotonic()
+        slot, told = self.unheard.pop(0)  # it answers in order
+        assert slot == self.slots[inner]
         if isinstance(answer, Went):
             answer = self.pictures.take(inner, answer, looks)
-        return inner * workers + number, answer
+        return slot, told, answer
 
     def end(self) -> None:
         """At once: it holds nothing worth keeping."""
+        self._outbox.put(None)
         self.connection.close()
         self.process.kill()
         self.process.wait()

@@ -36,8 +36,8 @@ class Judge:
 class Actor:
     """Acts for up to `batch` environments at once, see `batch_size`.
 
-    The noise of a chunk is made of seed, start state and step, and every call has the same shape, a place for each
-    environment: so an episode is the same whoever else is in the batch.
+    The noise of a chunk is made of seed, start state and step, and every call has the same shape, a place
+    for each environment that may ask: so an episode is the same whoever else is in the batch.
     """
 
     policy: Policy
