@@ -1,6 +1,7 @@
 """A cheap environment of Meta-World's robot for tests of practice: walk far enough to the right, and not too high."""
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
 
 
 class Walk(StartEnv):
-    """Of the 17 numbers the first two are where it is. `<start>.always` in `WALK_TROUBLE` makes a start state raise."""
+    """Of the 17 numbers the first two are where it is. In `WALK_TROUBLE`, `<start>.always` makes
+    a start state raise, and `<start>.kill` its process die, once."""
 
     def __init__(self, options: EnvOptions) -> None:
         super().__init__(
@@ -36,6 +38,9 @@ class Walk(StartEnv):
         folder = os.environ.get("WALK_TROUBLE")
         if folder and (Path(folder) / f"{self._number}.always").exists():
             raise ArithmeticError("the floor gave way")
+        if folder and (once := Path(folder) / f"{self._number}.kill").exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         self._at = self._at + 0.25 * action[:2]
         return "success" if self._at[0] > 0.6 and abs(self._at[1]) < 0.4 else "goes on"
 

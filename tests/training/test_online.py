@@ -20,6 +20,7 @@ from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, StartsConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
+from pistar.training.practice import Starts
 
 pytestmark = pytest.mark.xdist_group("online")
 
@@ -45,6 +46,7 @@ def settings(checkpoint: Path, runs: Path, *, rate: float = 2e-3, **changes: Any
         rollouts=4,
         starts=StartsConfig("uniform", pool=30),
         updates=20,
+        evaluate_every=1,
         evaluate_episodes=40,
         **changes,
     )
@@ -133,6 +135,25 @@ def test_a_start_state_that_cannot_be_finished_is_neither_counted_nor_learnt_fro
     assert {event["done"] for event in events} == {"group dropped"}
     known = json.loads((saved / "practice.json").read_text())["starts"]
     assert sorted(known) == ["0", "2", "3", "5"]
+
+
+def test_a_worker_that_dies_while_practising_changes_nothing_and_is_told(
+    whole: tuple[Path, list[dict[str, Any]], str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a run in one process without a fault."""
+    monkeypatch.setenv("WALK_TROUBLE", str(tmp_path))
+    config = settings(checkpoint, tmp_path / "runs")
+    config = dataclasses.replace(config, online=dataclasses.replace(config.online, workers=2), steps=1)
+    first = Starts(config.online.starts, range(50)).choose(8, np.random.default_rng([config.seed, 0, 0]), 0.0)[0]
+    (tmp_path / f"{first}.kill").touch()
+    _, lines, _ = run(config)
+    events = [json.loads(line) for line in (config.folder / "events.jsonl").read_text().splitlines()]
+    assert [event["start_id"] for event in events if event["event"] == "died"] == [first]
+    assert {event["done"] for event in events} == {"episode run again"}
+    faults = [line.pop("practice/faults", None) for line in lines]
+    assert faults == [None, len(events)]
+    unhurt = [{k: v for k, v in line.items() if k != "practice/faults"} for line in numbers(whole[1])[:2]]
+    assert numbers(lines) == unhurt
 
 
 def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class Setting:
     execute: int | None = None
     """Actions of a chunk before the policy is asked again; None: what the environment's clients do, else all."""
     environments: int = 16
-    """Side by side: one call of the policy for half of them. With another number its actions differ in the last bits."""
+    """Side by side, half of them in each call of the policy. Another number changes the last bits of its actions."""
     workers: int | None = None
     """Processes; as many as cores if None, 0 for this one alone."""
     options: EnvOptions = dataclasses.field(default_factory=EnvOptions)
