@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "envs": {"types", "errors"},
     "training": {"agents", "models", "data", "envs", "types", "config", "tables", "errors"},
     "demo": {"training", "envs", "data", "presets", "config", "report", "errors"},
-    "cli_runs": {"training", "data", "presets", "report", "errors"},
+    "cli_runs": {"training", "data", "presets", "report", "config", "errors"},
     "cli_envs": {"training", "envs", "data", "report", "errors"},
     "cli": {"cli_runs", "cli_envs", "demo", "training", "data", "presets", "report", "config", "errors"},
 }

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
 from pistar.agents.flow_bc import FlowBCState
-from pistar.agents.ript import RiptState
-from pistar.config import Freezable, Pi0Config
+from pistar.agents.ript import RiptBatch, RiptState
+from pistar.config import Freezable, Pi0Config, RiptConfig
 from pistar.errors import UserError
 from pistar.models.pi0 import bind, param_shapes
 from pistar.training.audit import Shown, questions
@@ -98,8 +98,8 @@ def abstract_state(config: RLTrainConfig, agent: Agent) -> Any:  # noqa: ANN401 
     return jax.eval_shape(first, param_shapes(config.model))
 
 
-def abstract_batch(config: RLTrainConfig, rows: int) -> PolicyBatch | ChunkBatch:
-    """The shapes of a batch, as the loader makes it."""
+def abstract_batch(config: RLTrainConfig, rows: int) -> PolicyBatch | ChunkBatch | RiptBatch:
+    """The shapes of a batch, as the loader makes it, or practice."""
     steps = (rows, config.model.action_horizon)
 
     def struct(*shape: int, dtype: Any = np.float32) -> Any:  # noqa: ANN401  # stands for an array
@@ -110,6 +110,15 @@ def abstract_batch(config: RLTrainConfig, rows: int) -> PolicyBatch | ChunkBatch
     if isinstance(config.algorithm, BcConfig):
         return _unchecked(
             PolicyBatch, observations=seen, actions=actions, valid=struct(*steps, dtype=bool), weight=struct(rows)
+        )
+    if isinstance(config.algorithm, RiptConfig):
+        return _unchecked(
+            RiptBatch,
+            observations=seen,
+            actions=actions,
+            valid=struct(*steps, dtype=bool),
+            advantages=struct(rows),
+            demonstration=struct(rows, dtype=bool),
         )
     return _unchecked(
         ChunkBatch,
@@ -148,7 +157,7 @@ def _unchecked(cls: type[T], **fields: object) -> T:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def components(state: AcrlpdState | FlowBCState) -> dict[str, object]:
+def components(state: AcrlpdState | FlowBCState | RiptState) -> dict[str, object]:
     """The parts of a state that people speak of."""
     policy = state if isinstance(state, FlowBCState) else state.policy
     parts: dict[str, object] = {
@@ -157,6 +166,8 @@ def components(state: AcrlpdState | FlowBCState) -> dict[str, object]:
         "average": policy.average,
         "moments": policy.optimizer,
     }
+    if isinstance(state, RiptState):
+        parts["reference"] = state.reference
     if isinstance(state, AcrlpdState):
         parts |= {
             "critic": state.critic,
@@ -166,7 +177,7 @@ def components(state: AcrlpdState | FlowBCState) -> dict[str, object]:
     return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
 
 
-def state_bytes(state: AcrlpdState | FlowBCState, mesh: Mesh | AbstractMesh) -> dict[str, int]:
+def state_bytes(state: AcrlpdState | FlowBCState | RiptState, mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """Of each component, on one device."""
     return {name: bytes_per_device(part, mesh) for name, part in components(state).items()}
 
