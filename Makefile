@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench setup graphics lock clean
+.PHONY: demo test coverage lint bench setup graphics lock clean
 
 setup: .venv/ready
 
@@ -29,6 +29,10 @@ demo: setup
 	$(BIN)/pistar demo --out demo
 
 test: setup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+# Counting lines makes the tests a third longer, so it is asked for.
+coverage: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term
 
 lint: setup

@@ -75,9 +75,14 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         for when, line in (("before", judged[0]), ("after", judged[-1]))
         for name in ("zero_noise", "sampled")
     }
-    shares = [line["practice/informative_share"] for line in lines if "practice/informative_share" in line]
+    groups = [
+        (line["practice/informative"], line["practice/start_states"])
+        for line in lines
+        if "practice/informative" in line
+    ]
+    shares = [some / all_ for some, all_ in groups]
     rest = {"environment_steps": round(steps), "minutes": round(seconds / 60, 1)}
-    return {"of": int(judged[0]["evaluation/episodes"]), **counts, **rest, "informative": round(min(shares), 2)}
+    return {"of": int(judged[0]["evaluation/sampled_of"]), **counts, **rest, "informative": round(min(shares), 2)}
 
 
 def draw(out: Path, found: dict[str, dict[str, Any]], curves: dict[str, dict[int, float]]) -> None:

@@ -1,6 +1,8 @@
 """Shared by every test: checked shapes, a compilation cache, and the numbers other programs made."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before JAX starts: compiled programs are kept between runs and shared by the workers.
@@ -15,11 +17,27 @@ from jaxtyping import install_import_hook
 install_import_hook("pistar", "beartype.beartype")
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from pistar.training.memory import resident_bytes  # noqa: E402
 
 # The same examples in every run, however slow the machine is at the moment.
 hypothesis.settings.register_profile("pistar", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("pistar")
+
+# Tracing makes millions of objects that live long; looking through them again and again takes minutes in all.
+gc.set_threshold(100_000, 50, 50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_are_dropped_when_there_are_many() -> Iterator[None]:
+    """Or a worker grows to 7 GB."""
+    yield
+    if resident_bytes()[0] > 3e9:
+        jax.clear_caches()  # type: ignore[no-untyped-call]
+        gc.collect()
+
 
 OPENPI = Path(__file__).parent / "fixtures" / "openpi"
 

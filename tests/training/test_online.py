@@ -162,10 +162,10 @@ def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tm
     _, once, _ = run(dataclasses.replace(few, steps=1))
     _, again, _ = run(dataclasses.replace(more, steps=1))
     assert once[1]["practice/start_states"] == 8
-    informative = once[1]["practice/informative_share"] * 8
+    informative = once[1]["practice/informative"]
     assert informative < 8, "or nothing would have to be replaced"
     assert 8 < again[1]["practice/start_states"] <= 24
-    assert again[1]["practice/informative_share"] * again[1]["practice/start_states"] > informative
+    assert again[1]["practice/informative"] > informative
 
 
 def test_updates_end_when_the_policy_has_moved_too_far(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ it, in the model's own space; of a chunk only the steps that were executed.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -216,12 +216,3 @@ def join(parts: Sequence[Chunks]) -> Chunks:
 
     observations = jax.tree.map(together, *(part.observations for part in parts))
     return Chunks(observations, together(*(part.actions for part in parts)), together(*(part.valid for part in parts)))
-
-
-def kinds_of(moods: Sequence[Mood], successes: Mapping[int, bool]) -> dict[str, tuple[int, int]]:
-    """By the way of exploring: episodes that succeeded, of how many."""
-    counts: dict[str, tuple[int, int]] = {}
-    for number, won in successes.items():
-        before = counts.get(moods[number].kind, (0, 0))
-        counts[moods[number].kind] = (before[0] + won, before[1] + 1)
-    return counts

@@ -218,4 +218,7 @@ class _Wandb:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # its service would go on, and was seen to take most of a core

@@ -5,6 +5,7 @@ on where its last checkpoint stands, to the bit.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 from rich.console import Console
 
 from pistar.agents.estimators import informative
@@ -25,7 +27,7 @@ from pistar.agents.ript import RiptBatch, RiptState, chunk_weights, group_advant
 from pistar.config import RiptConfig
 from pistar.data.robots import input_transform, output_transform
 from pistar.envs.env import EnvOptions, find_tasks
-from pistar.envs.rollout import Clock, batch_size, roll_out
+from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Fault
 from pistar.errors import UserError
@@ -38,10 +40,10 @@ from pistar.training.exploring import (
     Chunks,
     Explorer,
     Mood,
+    Plan,
     draw_mood,
     executed_chunks,
     join,
-    kinds_of,
 )
 from pistar.training.hosts import several
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
@@ -51,7 +53,7 @@ from pistar.training.practice import BestOf, Starts, load_practice, save_practic
 from pistar.training.run import OnlineRun, first_params, prepare_online
 from pistar.training.saving import Saver, parts_of, restore
 from pistar.training.sharding import state_sharding
-from pistar.types import AnyArray, Observation
+from pistar.types import AnyArray, Episode, Observation
 
 EVENTS_FILE = "events.jsonl"
 
@@ -123,7 +125,7 @@ def train(
                 each = (time.monotonic() - began) / (iteration - (start_from or 0))
                 left = timedelta(seconds=int(each * (config.steps - iteration)))
                 console.print(
-                    f"iteration {iteration}/{config.steps} · {done.told} · {_told_learning(learnt)}"
+                    f"iteration {iteration}/{config.steps} · {_told_practice(done.measured)} · {_told_learning(learnt)}"
                     f"{' · ' + _told_evaluation(found) if found else ''} · {left} left",
                     markup=False,
                     highlight=False,
@@ -186,12 +188,77 @@ class Lesson:
 
 
 @dataclasses.dataclass(frozen=True)
+class Group:
+    """Rollouts of one start state, which judge each other."""
+
+    start: int
+    rollouts: Sequence[Rollout]
+    plans: Sequence[Sequence[Plan]]
+    moods: Sequence[Mood]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all could be finished. One that could not takes its group with it: not counted, nor learnt from."""
+        return all(rollout.episode is not None for rollout in self.rollouts)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Of a whole one, all."""
+        return [rollout.episode for rollout in self.rollouts if rollout.episode is not None]
+
+    @property
+    def rewards(self) -> Float[np.ndarray, " k"]:
+        """0 or 1 each."""
+        return np.array([float(episode.success) for episode in self.episodes])
+
+
+@dataclasses.dataclass
+class Tally:
+    """What is counted while practising."""
+
+    tried: list[int] = dataclasses.field(default_factory=list)
+    teaching: int = 0
+    by_kind: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Of exploration: successes, of how many episodes."""
+    faults: list[tuple[int, Fault, bool]] = dataclasses.field(default_factory=list)
+    clock: Clock = dataclasses.field(default_factory=Clock)
+
+    def count(self, group: Group) -> bool:
+        """Whether it counts."""
+        self.tried.append(group.start)
+        self.faults += [(group.start, fault, not group.whole) for one in group.rollouts for fault in one.faults]
+        if not group.whole:
+            return False
+        self.teaching += bool(informative(group.rewards[None])[0])
+        for mood, episode in zip(group.moods, group.episodes, strict=True):
+            won, of = self.by_kind.get(mood.kind, (0, 0))
+            self.by_kind[mood.kind] = (won + episode.success, of + 1)
+        return True
+
+    def measured(self, seconds: float, workers: int) -> dict[str, float]:
+        """As metrics."""
+        won, of = (sum(counts) for counts in zip(*self.by_kind.values(), strict=True)) if self.by_kind else (0, 0)
+        return {
+            "practice/success": won / max(of, 1),
+            "practice/episodes": float(of),
+            "practice/informative": float(self.teaching),
+            "practice/start_states": float(len(self.tried)),
+            "practice/environment_steps": float(self.clock.steps),
+            "practice/faults": float(len(self.faults)),
+            "time/practice_seconds": seconds,
+            "time/steps_per_second": self.clock.steps / seconds,
+            "time/simulators_share": self.clock.simulators / seconds / workers,
+            "time/policy_share": self.clock.policy / seconds,
+            **{f"practice/success_{kind}": won / of for kind, (won, of) in self.by_kind.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class Practised:
     """What an iteration's rollouts brought."""
 
     lessons: Sequence[Lesson]
     measured: dict[str, float]
-    told: str
     faults: Sequence[tuple[int, Fault, bool]]
     """Of which start state, what, and whether its group had to be dropped."""
 
@@ -236,90 +303,72 @@ class Practice:
     def practise(self, params: Any, iteration: int) -> Practised:  # noqa: ANN401
         """K rollouts from each of some start states, others in place of those that teach nothing, up to a cap."""
         config, online = self._run.config, self._run.config.online
-        algorithm = config.algorithm
-        assert isinstance(algorithm, RiptConfig)
-        since, clock = time.monotonic(), Clock()
-        lessons: list[Lesson] = []
-        faults: list[tuple[int, Fault, bool]] = []
-        kinds: dict[str, tuple[int, int]] = {}
-        tried: list[int] = []
-        teaching = won = of = 0
-        round_ = 0
-        while teaching < online.contexts and len(tried) < online.attempts * online.contexts:
+        since, tally, lessons = time.monotonic(), Tally(), list[Lesson]()
+        for round_ in itertools.count():
+            room = online.attempts * online.contexts - len(tally.tried)
+            wanted = min(online.contexts - tally.teaching, room)
             rng = np.random.default_rng([config.seed, iteration, round_])
-            wanted = min(online.contexts - teaching, online.attempts * online.contexts - len(tried))
-            starts = self.starts.choose(wanted, rng, iteration / config.steps, tried)
+            starts = self.starts.choose(wanted, rng, iteration / config.steps, tally.tried) if wanted > 0 else []
             if not starts:
                 break
-            tried += starts
-            episodes = [start for start in starts for _ in range(online.rollouts)]
-            state_dim = self._run.ground.inputs.robot.state_dim
-            moods = [draw_mood(online.exploration, rng, self._envs.scene, state_dim) for _ in episodes]
             key = jax.random.fold_in(jax.random.fold_in(_key(config, 2), iteration), round_)
-            explorer = self._explorer(params, iteration, key, moods, keep=True)
-            rollouts = list(roll_out(self._envs, episodes, explorer, execute=self.execute, clock=clock))
-            round_ += 1
-            successes: dict[int, bool] = {}
-            for at, start in enumerate(starts):
-                numbers = range(at * online.rollouts, (at + 1) * online.rollouts)
-                group = [rollouts[number] for number in numbers]
-                lost = any(rollout.episode is None for rollout in group)
-                faults += [(start, fault, lost) for rollout in group for fault in rollout.faults]
-                if lost:  # an episode that could not be finished takes its group with it: never trained on, nor counted
-                    continue
-                done = [rollout.episode for rollout in group if rollout.episode is not None]
-                rewards = np.array([float(episode.success) for episode in done])
-                successes |= {number: episode.success for number, episode in zip(numbers, done, strict=True)}
-                self.starts.learn(start, int(rewards.sum()), len(rewards))
-                won, of = won + int(rewards.sum()), of + len(rewards)
-                teaching += bool(informative(rewards[None])[0])
-                advantages = group_advantages(algorithm, rewards[None])[0]
-                for number, episode, advantage in zip(numbers, done, advantages, strict=True):
-                    if online.replay == "best" and not episode.success:
-                        continue
-                    if online.replay == "none" and not float(chunk_weights(algorithm, jnp.asarray([advantage]))[0]):
-                        continue  # it would weigh nothing
-                    chunks = executed_chunks(explorer.plans[number], episode, self.execute)
-                    if online.replay == "best":
-                        self.best.add(start, chunks)
-                    else:
-                        lessons.append(Lesson(chunks, float(advantage)))
-            for kind, (good, all_) in kinds_of(moods, successes).items():
-                before = kinds.get(kind, (0, 0))
-                kinds[kind] = (before[0] + good, before[1] + all_)
+            for group in self._groups(params, iteration, starts, rng, key, tally.clock):
+                if tally.count(group):
+                    lessons += self._lessons(group)
         if online.replay == "best":
             lessons = [Lesson(chunks, weight) for chunks, weight in self.best.weighed(self.starts)]
-        seconds = time.monotonic() - since
-        measured = {
-            "practice/success": won / max(of, 1),
-            "practice/episodes": float(of),
-            "practice/informative_share": teaching / max(len(tried), 1),
-            "practice/start_states": float(len(tried)),
-            "practice/solved_start_states": float(self.starts.solved),
-            "practice/environment_steps": float(clock.steps),
-            "practice/faults": float(len(faults)),
-            "time/practice_seconds": seconds,
-            "time/steps_per_second": clock.steps / seconds,
-            "time/simulators_share": clock.simulators / seconds / max(len(self._envs._workers), 1),
-            "time/policy_share": clock.policy / seconds,
-        }
-        measured |= {f"practice/success_{kind.replace(' ', '_')}": good / all_ for kind, (good, all_) in kinds.items()}
-        told = (
-            f"practised {of} episodes, {won / max(of, 1):.0%} succeeded, {teaching} of {len(tried)} groups informative"
-            f", {clock.steps / seconds:.0f} steps/s"
-        )
-        return Practised(lessons, measured, told, faults)
+        measured = tally.measured(time.monotonic() - since, max(len(self._envs._workers), 1))
+        measured["practice/solved_start_states"] = float(self.starts.solved)
+        return Practised(lessons, measured, tally.faults)
+
+    def _groups(
+        self,
+        params: Any,  # noqa: ANN401
+        version: int,
+        starts: Sequence[int],
+        rng: np.random.Generator,
+        key: jax.Array,
+        clock: Clock,
+    ) -> Iterator["Group"]:
+        """Each start state's rollouts as soon as they are done: what a group does not teach is not kept."""
+        online, state_dim = self._run.config.online, self._run.ground.inputs.robot.state_dim
+        episodes = [start for start in starts for _ in range(online.rollouts)]
+        moods = [draw_mood(online.exploration, rng, self._envs.scene, state_dim) for _ in episodes]
+        explorer = self._explorer(params, version, key, moods, keep=True)
+        rollouts = roll_out(self._envs, episodes, explorer, execute=self.execute, clock=clock)
+        for at, start in enumerate(starts):
+            numbers = range(at * online.rollouts, (at + 1) * online.rollouts)
+            done = list(itertools.islice(rollouts, online.rollouts))
+            plans = [explorer.plans.pop(number, []) for number in numbers]
+            yield Group(start, done, plans, [moods[number] for number in numbers])
+
+    def _lessons(self, group: "Group") -> list[Lesson]:
+        """What is learnt from it now. Successes worth remembering are remembered."""
+        algorithm, replay = self._run.config.algorithm, self._run.config.online.replay
+        assert isinstance(algorithm, RiptConfig)
+        rewards = group.rewards
+        self.starts.learn(group.start, int(rewards.sum()), len(rewards))
+        advantages = group_advantages(algorithm, rewards[None])[0]
+        weights = chunk_weights(algorithm, jnp.asarray(advantages))
+        lessons = []
+        for episode, plans, advantage, weight in zip(group.episodes, group.plans, advantages, weights, strict=True):
+            if replay == "best" and episode.success:
+                self.best.add(group.start, executed_chunks(plans, episode, self.execute))
+            if replay == "none" and weight != 0:
+                lessons.append(Lesson(executed_chunks(plans, episode, self.execute), float(advantage)))
+        return lessons
 
     def judge(self, params: Any) -> dict[str, float]:  # noqa: ANN401
         """Successes on held-out start states: without noise, and with the flow's own. The same noise every time."""
         config = self._run.config
         starts = self._envs.scene.held_out[: config.online.evaluate_episodes]
-        found: dict[str, float] = {"evaluation/episodes": float(len(starts))}
+        found: dict[str, float] = {}
         for name, mood in (("zero_noise", ZERO_NOISE), ("sampled", Mood())):
             explorer = self._explorer(params, 0, _key(config, 3), [mood] * len(starts), keep=False)
-            rollouts = list(roll_out(self._envs, starts, explorer, execute=self.execute))
+            rollouts = roll_out(self._envs, starts, explorer, execute=self.execute)
             ended = [rollout.episode for rollout in rollouts if rollout.episode is not None]
             found[f"evaluation/{name}"] = float(sum(episode.success for episode in ended))
+            found[f"evaluation/{name}_of"] = float(len(ended))
         return found
 
     def remembered(self) -> Any:  # noqa: ANN401
@@ -441,6 +490,14 @@ def _describe(run: OnlineRun, envs: Environments, console: Console) -> None:
         console.print("note: signed weights without an anchor have no least loss and diverge; set algorithm.anchor.")
 
 
+def _told_practice(measured: dict[str, float]) -> str:
+    return (
+        f"practised {measured['practice/episodes']:.0f} episodes, {measured['practice/success']:.0%} succeeded, "
+        f"{measured['practice/informative']:.0f} of {measured['practice/start_states']:.0f} groups informative, "
+        f"{measured['time/steps_per_second']:.0f} steps/s"
+    )
+
+
 def _told_learning(learnt: dict[str, float]) -> str:
     if not learnt["learning/chunks"]:
         return "nothing to learn from"
@@ -451,10 +508,9 @@ def _told_learning(learnt: dict[str, float]) -> str:
 
 
 def _told_evaluation(found: dict[str, float]) -> str:
-    of = int(found["evaluation/episodes"])
     parts = []
     for name, words in (("zero_noise", "without noise"), ("sampled", "sampled")):
-        won = int(found[f"evaluation/{name}"])
+        won, of = int(found[f"evaluation/{name}"]), int(found[f"evaluation/{name}_of"])
         low, high = wilson(won, of)
         parts.append(f"{won}/{of} {words} ({low:.0%} to {high:.0%})")
     return f"held out {', '.join(parts)}"
