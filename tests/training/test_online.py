@@ -16,11 +16,11 @@ from pistar.errors import UserError
 from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import RLTrainConfig
+from pistar.training.experience import Starts
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, StartsConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
-from pistar.training.practice import Starts
 
 pytestmark = pytest.mark.xdist_group("online")
 

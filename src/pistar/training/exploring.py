@@ -208,6 +208,21 @@ def executed_chunks(plans: Sequence[Plan], episode: Episode, execute: int) -> Ch
     )
 
 
+def stepwise_chunks(episode: Episode, inputs: Transform, horizon: int) -> Chunks:
+    """A chunk from every step that was executed: what was done from there on, expressed in that step's own frame."""
+    length = len(episode.actions)
+    ahead = np.arange(length)[:, None] + np.arange(horizon)
+    actions = episode.actions[np.minimum(ahead, length - 1)]  # past the end anything does: it is not learnt from
+    prompt = np.asarray(episode.task)
+    frames = [
+        inputs(
+            {**{name: seen[step] for name, seen in episode.observations.items()}, "prompt": prompt, "actions": chunk}
+        )
+        for step, chunk in enumerate(actions)
+    ]
+    return Chunks(stack_observations(frames), np.stack([frame["actions"] for frame in frames]), ahead < length)
+
+
 def join(parts: Sequence[Chunks]) -> Chunks:
     """One after the other."""
 

@@ -8,6 +8,7 @@ from pistar.errors import UserError
 
 Choice = Literal["uniform", "skip_solved", "curriculum", "unsolved_first"]
 Replay = Literal["none", "best"]
+Windows = Literal["looked", "every_step"]
 
 
 def _check_share(name: str, value: float) -> None:
@@ -107,6 +108,10 @@ class OnlineConfig:
     every start state so far, the more the seldomer it succeeds."""
     replay_keeps: int = 2
     """Successes of a start state `best` keeps."""
+    windows: Windows = "looked"
+    """Where chunks to learn from begin. `looked`: where the policy looked, as it put them out. `every_step`: at every
+    step executed, with what was done from there on in that step's own frame: several times as many, but cameras have
+    to see every step."""
     demonstrations: float = 0.1
     """Share of each batch that is from the datasets, if there are any."""
     epochs: float = 1.0

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pistar.errors import UserError
 from pistar.tables import from_table
+from pistar.training.experience import BestOf, Starts, load_practice, save_practice
 from pistar.training.exploring import Chunks
 from pistar.training.online_config import Choice, ExplorationConfig, OnlineConfig, StartsConfig
-from pistar.training.practice import BestOf, Starts, load_practice, save_practice
 from pistar.types import Observation
 
 

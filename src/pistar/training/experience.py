@@ -1,0 +1,157 @@
+"""What practice remembers: how each start state went, and the best that was done there."""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pistar.errors import UserError
+from pistar.training.exploring import Chunks
+from pistar.training.online_config import StartsConfig
+from pistar.types import Observation
+
+FILE = "practice"
+"""In a checkpoint: what is remembered, as .json and .npz."""
+
+
+@dataclasses.dataclass
+class Start:
+    """One start state so far."""
+
+    tries: int = 0
+    successes: int = 0
+    last_solved: bool = False
+    """All of its last group succeeded."""
+    skipped: int = 0
+    """Times since."""
+
+    @property
+    def rate(self) -> float:
+        """Of success."""
+        return self.successes / max(self.tries, 1)
+
+
+class Starts:
+    """Chooses which start states are practised."""
+
+    def __init__(self, config: StartsConfig, available: Sequence[int]) -> None:
+        if not available:
+            raise UserError("The environment has no start states to learn from; choose another.")
+        self._config, self._pool = config, list(available[: config.pool])
+        self.known: dict[int, Start] = {}
+
+    def choose(self, count: int, rng: np.random.Generator, progress: float, without: Sequence[int] = ()) -> list[int]:
+        """So many different ones, or all there are. `progress`: how much of the run is over, from 0 to 1."""
+        taken = set(without)
+        free = [start for start in self._pool if start not in taken]
+        choice = self._config.choice
+        if choice == "skip_solved":
+            order = [free[i] for i in rng.permutation(len(free))]
+            chosen: list[int] = []
+            for start in order:
+                if len(chosen) == count:
+                    break
+                if not self._pass_over(start):
+                    chosen.append(start)
+            return chosen or order[:count]  # all solved: then all are tried again
+        weights = np.array([self._weight(start, progress) for start in free])
+        if choice == "curriculum":
+            weights = (1 - self._config.at_random) * weights / weights.sum() + self._config.at_random / len(free)
+        if choice == "uniform":
+            weights = np.ones(len(free))
+        picked = rng.choice(len(free), min(count, len(free)), replace=False, p=weights / weights.sum())
+        return [free[i] for i in picked]
+
+    def _pass_over(self, start: int) -> bool:
+        known = self.known.get(start)
+        if known is None or not known.last_solved:
+            return False
+        known.skipped += 1
+        if known.skipped <= self._config.skips:
+            return True
+        known.last_solved, known.skipped = False, 0  # forgotten, so it is tried again
+        return False
+
+    def _weight(self, start: int, progress: float) -> float:
+        known = self.known.get(start)
+        if known is None or known.tries == 0:
+            return 1.0
+        if self._config.choice == "unsolved_first":
+            return 0.15 if known.last_solved else 2.0 if known.successes == 0 else 1.0
+        first, last = self._config.target
+        target = first + (last - first) * progress
+        return float(np.exp(-(((known.rate - target) / 0.25) ** 2))) + 1e-3
+
+    def learn(self, start: int, successes: int, tries: int) -> None:
+        """How a group went."""
+        known = self.known.setdefault(start, Start())
+        known.tries += tries
+        known.successes += successes
+        known.last_solved, known.skipped = successes == tries, 0
+
+    @property
+    def solved(self) -> int:
+        """Start states that have succeeded at least once."""
+        return sum(known.successes > 0 for known in self.known.values())
+
+
+class BestOf:
+    """The shortest successes of every start state."""
+
+    def __init__(self, keeps: int) -> None:
+        self._keeps = keeps
+        self.kept: dict[int, list[Chunks]] = collections.defaultdict(list)
+
+    def add(self, start: int, chunks: Chunks) -> None:
+        """A success, kept if it is among the shortest; the older one of two alike."""
+        self.kept[start].append(chunks)
+        self.kept[start].sort(key=lambda each: int(each.valid.sum()))
+        del self.kept[start][self._keeps :]
+
+    def weighed(self, starts: Starts) -> list[tuple[Chunks, float]]:
+        """All of it, the more the seldomer its start state succeeds."""
+        return [
+            (chunks, 1.4 - starts.known[start].rate if start in starts.known else 1.0)
+            for start in sorted(self.kept)
+            for chunks in self.kept[start]
+        ]
+
+
+def save_practice(folder: Path, known: Mapping[int, Start], kept: Mapping[int, Sequence[Chunks]]) -> None:
+    """Into a checkpoint's folder."""
+    table: dict[str, Any] = {"starts": {start: dataclasses.asdict(one) for start, one in known.items()}, "kept": []}
+    arrays: dict[str, np.ndarray] = {}
+    for start in sorted(kept):
+        for chunks in kept[start]:
+            number = len(table["kept"])
+            table["kept"].append(start)
+            leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
+            arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
+    (folder / f"{FILE}.json").write_text(json.dumps(table) + "\n", encoding="utf-8")
+    np.savez(folder / f"{FILE}.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
+
+
+def load_practice(folder: Path, starts: Starts, best: BestOf, cameras: Sequence[str]) -> None:
+    """Back, into these."""
+    table = json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8"))
+    starts.known = {int(start): Start(**one) for start, one in table["starts"].items()}
+    pictures = dict.fromkeys(sorted(cameras), 0)
+    numbers, like = jax.tree.flatten((_unchecked_observation(pictures), 0, 0))
+    with np.load(folder / f"{FILE}.npz") as arrays:
+        for number, start in enumerate(table["kept"]):
+            leaves = [arrays[f"{number}/{index}"] for index in range(len(numbers))]
+            best.kept[start].append(Chunks(*jax.tree.unflatten(like, leaves)))
+
+
+def _unchecked_observation(pictures: Mapping[str, int]) -> Observation:
+    """With numbers in the place of arrays, for its structure."""
+    made: Observation = object.__new__(Observation)
+    fields = {"images": pictures, "image_masks": pictures, "state": 0}
+    for name, value in (fields | {"tokenized_prompt": 0, "tokenized_prompt_mask": 0}).items():
+        object.__setattr__(made, name, value)
+    return made
