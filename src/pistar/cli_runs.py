@@ -83,6 +83,7 @@ def train(args: Sequence[str]) -> None:
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
     from pistar.config import RiptConfig
     from pistar.training import hosts, offline, online
+    from pistar.training.health import has_ended
 
     if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
         say = Console(stderr=True, soft_wrap=True, highlight=False).print
@@ -98,7 +99,7 @@ def train(args: Sequence[str]) -> None:
     hosts.part()
     if saved is not None and leader:
         Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
-    if not options.dry_run and (saved is None or int(saved.name) < config.steps):
+    if not options.dry_run and (saved is None or (int(saved.name) < config.steps and not has_ended(saved))):
         sys.exit(STOPPED)
 
 

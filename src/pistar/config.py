@@ -320,6 +320,11 @@ class RiptConfig:
     """Temperature of `exp`."""
     weight_clip: float = 20.0
     """The largest weight of `exp`."""
+    label_dropout: float = 0.1
+    """Share of `cfg`'s chunks that are told nothing, so that the policy without a label is learnt too."""
+    guidance: float = 1.5
+    """How `cfg` acts: v = v_none + this · (v_positive − v_none). 1 is what OpenPI serves for a prompt that ends in
+    "Advantage: positive"."""
     anchor: float = 0.1
     """λ: weight of the squared distance between the policy's velocity and that of the policy the run began with."""
     ema_decay: float | None = 0.99
@@ -336,6 +341,10 @@ class RiptConfig:
             raise UserError(f"beta is {self.beta}; a temperature is positive and finite (try 0.5).")
         if not 1 <= self.weight_clip < math.inf:
             raise UserError(f"weight_clip is {self.weight_clip}; an advantage of 0 weighs 1, clip above that (20).")
+        if not 0 <= self.label_dropout < 1:
+            raise UserError(f"label_dropout is {self.label_dropout}; it is a share, from 0 to below 1 (0.1).")
+        if not 0 <= self.guidance < math.inf:
+            raise UserError(f"guidance is {self.guidance}; use 0 (no label) or more, 1 for the label alone (1.5).")
         if not 0 <= self.anchor < math.inf:
             raise UserError(f"anchor is {self.anchor}; it weighs a distance, use 0 or more (0.1).")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pistar.errors import UserError
 from pistar.tables import from_table
-from pistar.training.experience import BestOf, Starts, load_practice, save_practice
+from pistar.training.experience import BestOf, Starts, load_best, load_starts, save_best, save_starts
 from pistar.training.exploring import Chunks
 from pistar.training.online_config import Choice, ExplorationConfig, OnlineConfig, StartsConfig
 from pistar.types import Observation
@@ -105,9 +105,11 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
     best.add(7, chunks(8, 1.0))
     best.add(7, chunks(4, 2.0))
     best.add(3, chunks(11, 3.0))
-    save_practice(tmp_path, starts.known, best.kept)
+    save_starts(tmp_path, starts.known)
+    save_best(tmp_path, best.kept)
     again, kept = Starts(StartsConfig(), range(10)), BestOf(2)
-    load_practice(tmp_path, again, kept, ["b", "a"])
+    load_starts(tmp_path, again)
+    load_best(tmp_path, kept, ["b", "a"])
     assert again.known == starts.known
     for (one, weight), (other, other_weight) in zip(best.weighed(starts), kept.weighed(again), strict=True):
         assert weight == other_weight

@@ -13,7 +13,7 @@ from pistar.config import Pi0Config
 from pistar.envs.env import EnvOptions, StartEnv
 from pistar.envs.rollout import Request, roll_out
 from pistar.envs.vector import Environments
-from pistar.training.exploring import Explorer, Mood, Plan, draw_mood, executed_chunks, join
+from pistar.training.exploring import Behaviour, Explorer, Mood, Plan, draw_mood, executed_chunks, join
 from pistar.training.online_config import ExplorationConfig
 from pistar.training.policy import Policy, load_policy
 from pistar.types import Episode
@@ -41,8 +41,7 @@ def explorer(policy: Policy, env: StartEnv, moods: list[Mood]) -> Explorer:
         action_dim=4,
         scene=env.scene,
         batch=4,
-        params=policy.params,
-        version=7,
+        behaviour=Behaviour(policy.params, 7),
         key=KEY,
         moods=moods,
     )

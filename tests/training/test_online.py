@@ -133,7 +133,7 @@ def test_a_start_state_that_cannot_be_finished_is_neither_counted_nor_learnt_fro
     events = [json.loads(line) for line in (config.folder / "events.jsonl").read_text().splitlines()]
     assert {event["start_id"] for event in events} == {1, 4}
     assert {event["done"] for event in events} == {"group dropped"}
-    known = json.loads((saved / "practice.json").read_text())["starts"]
+    known = json.loads((saved / "starts.json").read_text())
     assert sorted(known) == ["0", "2", "3", "5"]
 
 

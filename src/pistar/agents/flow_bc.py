@@ -87,9 +87,13 @@ class FlowBC:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}  # before clipping, as OpenPI logs it
         return self.descend(state, gradient), metrics
 
-    def descend(self, state: FlowBCState, gradient: Params) -> FlowBCState:
-        """The optimiser's step down this gradient, and the average's after it."""
+    def descend(
+        self, state: FlowBCState, gradient: Params, rate: Float[Array, ""] | float | None = None
+    ) -> FlowBCState:
+        """The optimiser's step down this gradient, `rate` times as long, and the average's after it."""
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.trained)
+        if rate is not None:  # AdamW's step is in proportion to its rate, weight decay included
+            updates = jax.tree.map(lambda step: (rate * step).astype(step.dtype), updates)
         trained = optax.apply_updates(state.trained, updates)
         average = None
         if self.ema_decay is not None:

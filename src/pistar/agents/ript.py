@@ -93,8 +93,13 @@ class Ript:
         # A copy: a donated state must not hand the same buffer over twice.
         return RiptState(policy, jax.tree.map(jnp.copy, policy.trained) if self.config.anchor else None)
 
-    def update(self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray) -> tuple[RiptState, dict[str, Array]]:
-        """One step down L = Σ w·valid·flow / Σ valid + λ·Σ valid·|v − v_ref|² / Σ valid, both at the same (x_t, t)."""
+    def update(
+        self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray, rate: Float[Array, ""] | float = 1.0
+    ) -> tuple[RiptState, dict[str, Array]]:
+        """One step down L = Σ w·valid·flow / Σ valid + λ·Σ valid·|v − v_ref|² / Σ valid, both at the same (x_t, t).
+
+        `rate` times as long as the optimiser has it; none at all where the gradient is not finite.
+        """
         augment_key, _, _ = jax.random.split(key, 3)  # the other two make noise and time
         observations = batch.observations
         if self.config.augmentation:
@@ -131,9 +136,14 @@ class Ript:
         gradient, measured = mean_parts(
             gradient_of, (*parts, *draw_noise_and_time(key, actions.shape)), self.accumulation
         )
-        policy = self.policy.descend(state.policy, gradient)
+        norm = optax.tree.norm(gradient)
+        sound = jnp.isfinite(norm)
+        policy = jax.lax.cond(
+            sound, lambda policy: self.policy.descend(policy, gradient, rate), lambda policy: policy, state.policy
+        )
         metrics = measured | {
-            "gradient_norm": optax.tree.norm(gradient),
+            "gradient_norm": norm,
+            "skipped": 1.0 - sound,
             "weight_mean": weights.mean(),
             "trained_share": (weights != 0).mean(),
         }

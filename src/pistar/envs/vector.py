@@ -75,6 +75,11 @@ class Environments:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def workers(self) -> int:
+        """Processes they are spread over; 0 where this one holds them all."""
+        return len(self._workers)
+
     def close(self) -> None:
         """End the workers."""
         for worker in self._workers:

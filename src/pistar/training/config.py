@@ -237,10 +237,6 @@ class RLTrainConfig:
             )
 
     def _check_ript(self, algorithm: RiptConfig) -> None:
-        if algorithm.weighting == "cfg":
-            raise UserError(
-                "algorithm.weighting is cfg, which `pistar train` does not practise with yet; use positive."
-            )
         if self.online.replay == "best" and algorithm.weighting != "positive":
             raise UserError(
                 f"online.replay is best, whose successes have weights and no advantages, and algorithm.weighting "

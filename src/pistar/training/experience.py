@@ -5,7 +5,6 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +14,8 @@ from pistar.training.exploring import Chunks
 from pistar.training.online_config import StartsConfig
 from pistar.types import Observation
 
-FILE = "practice"
-"""In a checkpoint: what is remembered, as .json and .npz."""
+STARTS_FILE, BEST_FILE = "starts.json", "best.npz"
+"""In a checkpoint: how start states went, and the successes that are kept."""
 
 
 @dataclasses.dataclass
@@ -94,6 +93,10 @@ class Starts:
         known.successes += successes
         known.last_solved, known.skipped = successes == tries, 0
 
+    def copy_of_known(self) -> dict[int, Start]:
+        """As it is now."""
+        return {start: dataclasses.replace(one) for start, one in self.known.items()}
+
     @property
     def solved(self) -> int:
         """Start states that have succeeded at least once."""
@@ -122,28 +125,35 @@ class BestOf:
         ]
 
 
-def save_practice(folder: Path, known: Mapping[int, Start], kept: Mapping[int, Sequence[Chunks]]) -> None:
+def save_starts(folder: Path, known: Mapping[int, Start]) -> None:
     """Into a checkpoint's folder."""
-    table: dict[str, Any] = {"starts": {start: dataclasses.asdict(one) for start, one in known.items()}, "kept": []}
-    arrays: dict[str, np.ndarray] = {}
-    for start in sorted(kept):
-        for chunks in kept[start]:
-            number = len(table["kept"])
-            table["kept"].append(start)
-            leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
-            arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
-    (folder / f"{FILE}.json").write_text(json.dumps(table) + "\n", encoding="utf-8")
-    np.savez(folder / f"{FILE}.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
+    table = {start: dataclasses.asdict(one) for start, one in known.items()}
+    (folder / STARTS_FILE).write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
-def load_practice(folder: Path, starts: Starts, best: BestOf, cameras: Sequence[str]) -> None:
+def load_starts(folder: Path, starts: Starts) -> None:
     """Back, into these."""
-    table = json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8"))
-    starts.known = {int(start): Start(**one) for start, one in table["starts"].items()}
+    table = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
+    starts.known = {int(start): Start(**one) for start, one in table.items()}
+
+
+def save_best(folder: Path, kept: Mapping[int, Sequence[Chunks]]) -> None:
+    """Into a checkpoint's folder."""
+    starts = [start for start in sorted(kept) for _ in kept[start]]
+    arrays: dict[str, np.ndarray] = {"starts": np.array(starts, int)}
+    for number, chunks in enumerate(chunks for start in sorted(kept) for chunks in kept[start]):
+        leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
+        arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
+    np.savez(folder / BEST_FILE, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
+
+
+def load_best(folder: Path, best: BestOf, cameras: Sequence[str]) -> None:
+    """Back, into this."""
     pictures = dict.fromkeys(sorted(cameras), 0)
     numbers, like = jax.tree.flatten((_unchecked_observation(pictures), 0, 0))
-    with np.load(folder / f"{FILE}.npz") as arrays:
-        for number, start in enumerate(table["kept"]):
+    best.kept.clear()
+    with np.load(folder / BEST_FILE) as arrays:
+        for number, start in enumerate(arrays["starts"].tolist()):
             leaves = [arrays[f"{number}/{index}"] for index in range(len(numbers))]
             best.kept[start].append(Chunks(*jax.tree.unflatten(like, leaves)))
 

@@ -12,11 +12,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from pistar.agents.ript import Label, labelled
 from pistar.config import Pi0Config
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Request
+from pistar.errors import UserError
 from pistar.models.pi0 import Params, bind
+from pistar.models.tokenizer import PromptTokenizer
 from pistar.training.online_config import ExplorationConfig
 from pistar.types import AnyArray, Episode, Observation
 
@@ -80,6 +83,56 @@ class Plan:
     """Of the policy."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptLabels:
+    """Writes into prompts how good the actions are to be."""
+
+    tokenizer: PromptTokenizer
+    discrete_state: bool
+    state_dim: int
+    """Of the robot."""
+
+    def check(self, prompt: str) -> None:
+        """Refuse a prompt too long for its label, which would be cut off and tell nothing."""
+        state = np.zeros(self.state_dim) if self.discrete_state else None
+        tokens = max(len(self.tokenizer.encode(labelled(prompt, label), state)) for label in ("positive", "negative"))
+        if tokens > self.tokenizer.max_len:
+            raise UserError(
+                f"{labelled(prompt, 'positive')!r} takes {tokens} tokens and model.max_token_len is "
+                f"{self.tokenizer.max_len}: the label would be cut off; use a model with room, or another weighting."
+            )
+
+    def tokens(self, prompt: str, label: Label, state: Float[np.ndarray, " a"]) -> Data:
+        """What takes the place of a frame's prompt. `state` as the model has it, which π₀.₅ reads there."""
+        own = state[: self.state_dim] if self.discrete_state else None
+        tokens, mask = self.tokenizer.tokenize(labelled(prompt, label), own)
+        return {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
+
+    def write(self, chunks: "Chunks", prompt: str, labels: Sequence[Label]) -> "Chunks":
+        """The same chunks with a label each."""
+        states = np.asarray(chunks.observations.state)
+        rows = [self.tokens(prompt, label, state) for label, state in zip(labels, states, strict=True)]
+        told = dataclasses.replace(
+            chunks.observations,
+            tokenized_prompt=np.stack([row["tokenized_prompt"] for row in rows]),
+            tokenized_prompt_mask=np.stack([row["tokenized_prompt_mask"] for row in rows]),
+        )
+        return dataclasses.replace(chunks, observations=told)
+
+
+@dataclasses.dataclass(frozen=True)
+class Behaviour:
+    """A policy as it acts at a time."""
+
+    params: Params
+    version: int
+    """Iterations it has learnt from."""
+    labels: PromptLabels | None = None
+    """Asked for good actions in its prompt, if it has learnt what that means …"""
+    guidance: float = 1.0
+    """… and so many times as far from what it would do unasked."""
+
+
 @dataclasses.dataclass
 class Explorer:
     """Acts for up to `batch` environments at once. An episode's chance is its own, of key and number."""
@@ -91,8 +144,7 @@ class Explorer:
     """Of the robot."""
     scene: Scene
     batch: int
-    params: Params
-    version: int
+    behaviour: Behaviour
     key: PRNGKeyArray
     moods: Sequence[Mood]
     """By episode."""
@@ -106,14 +158,24 @@ class Explorer:
         frames = [self.inputs(dict(request.observation)) for request in requests]
         moods = [self.moods[request.episode] for request in requests]
         told = [_misled(frame, mood) for frame, mood in zip(frames, moods, strict=True)]
+        asked, unasked = told, None
+        if (labels := self.behaviour.labels) is not None:
+            prompts = [str(request.observation["prompt"]) for request in requests]
+            asked = [
+                frame | labels.tokens(prompt, "positive", frame["state"])
+                for frame, prompt in zip(told, prompts, strict=True)
+            ]
+            unasked = told if self.behaviour.guidance != 1 else None
         rows = [0] * self.batch  # where nobody asks, somebody's question stands in
         for index, request in enumerate(requests):
             rows[request.place] = index
         noise, chunks = _sample(
             self.model,
             self.flow_steps,
-            self.params,
-            stack_observations([told[row] for row in rows]),
+            self.behaviour.params,
+            stack_observations([asked[row] for row in rows]),
+            None if unasked is None else stack_observations([unasked[row] for row in rows]),
+            self.behaviour.guidance,
             self.key,
             np.array([requests[row].episode for row in rows], np.int32),
             np.array([-1 if moods[row].hold_noise else requests[row].step for row in rows], np.int32),
@@ -146,7 +208,7 @@ class Explorer:
         sent = np.clip(sent, self.scene.action_low, self.scene.action_high).astype(np.float32)
         if mood.action_deviation:
             chunk = self.inputs({**request.observation, "actions": sent})["actions"]
-        return Plan(request.step, frame, noise, chunk, sent, self.version)
+        return Plan(request.step, frame, noise, chunk, sent, self.behaviour.version)
 
 
 def _misled(frame: Data, mood: Mood) -> Data:
@@ -163,6 +225,8 @@ def _sample(
     flow_steps: int,
     params: Params,
     observation: Observation,
+    unasked: Observation | None,
+    guidance: float | Float[Array, ""],
     key: PRNGKeyArray,
     episodes: Int[Array, " b"],
     steps: Int[Array, " b"],
@@ -176,7 +240,9 @@ def _sample(
 
     noise = jax.vmap(draw)(episodes, steps, scales)
     model = bind(config, params)
-    return noise, model.sample(model.encode(observation), noise, num_steps=flow_steps)
+    away_from = None if unasked is None else model.encode(unasked)
+    asked = model.encode(observation)
+    return noise, model.sample(asked, noise, num_steps=flow_steps, away_from=away_from, guidance=guidance)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,33 +1,80 @@
-"""Learning from practice: an iteration's updates of the policy."""
+"""What RIPT makes of practice: lessons of each group, and an iteration's updates of the policy."""
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from pistar.agents.ript import RiptBatch, RiptState
-from pistar.training.exploring import Chunks, join
+from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
+from pistar.config import RiptConfig
+from pistar.models.tokenizer import PromptTokenizer
+from pistar.training.experience import BestOf, load_best, save_best
+from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
 from pistar.training.metrics import Window, add_windows, as_window
-from pistar.training.practice import Lesson, chance
+from pistar.training.practice import Group, Practice, Practised, chance
 from pistar.training.run import OnlineRun
 from pistar.types import AnyArray, Observation
 
 
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """Chunks of one rollout, and how much they count: its advantage, or what `best` says."""
+
+    chunks: Chunks
+    advantage: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What is kept of a group."""
+
+    start: int
+    task: str
+    lessons: Sequence[Lesson]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stride:
+    """How far an iteration goes, as multiples of what is configured."""
+
+    rate: float = 1.0
+    epochs: float = 1.0
+
+
 class Learner:
-    """Updates of the policy, from lessons and demonstrations."""
+    """RIPT's updates, from own rollouts and demonstrations."""
 
-    def __init__(self, run: OnlineRun, where: Any) -> None:  # noqa: ANN401  # shardings of the state
-        self._run = run
-        agent = run.agent
+    def __init__(self, run: OnlineRun, practice: Practice, where: Any) -> None:  # noqa: ANN401  # shardings of the state
+        assert isinstance(run.agent, Ript)
+        assert isinstance(run.config.algorithm, RiptConfig)
+        self._run, self._agent, self._algorithm, self._practice = run, run.agent, run.config.algorithm, practice
+        self._best = BestOf(run.config.online.replay_keeps)
+        agent, inputs = self._agent, run.ground.inputs
+        assert isinstance(inputs.tokenizer, PromptTokenizer)
+        self._labels = (
+            PromptLabels(inputs.tokenizer, inputs.discrete_state, inputs.robot.state_dim)
+            if self._algorithm.weighting == "cfg"
+            else None
+        )
 
-        def dispatch(state: RiptState, batches: RiptBatch, keys: jax.Array) -> tuple[RiptState, Window]:
+        def dispatch(
+            state: RiptState, batches: RiptBatch, keys: jax.Array, rate: jax.Array
+        ) -> tuple[RiptState, Window]:
             def update(state: RiptState, given: tuple[RiptBatch, jax.Array]) -> tuple[RiptState, Window]:
-                state, metrics = agent.update(state, *given)
-                return state, as_window(metrics)
+                state, metrics = agent.update(state, *given, rate)
+                made = 1 - metrics["skipped"]  # an update that was not made has measured nothing else
+                window = {
+                    name: (jnp.where(made, total, 0), count * made)
+                    for name, (total, count) in as_window(metrics).items()
+                }
+                return state, window | {"skipped": (metrics["skipped"], jnp.float32(1))}
 
             state, windows = jax.lax.scan(update, state, (batches, keys))
             return state, jax.tree.map(jnp.sum, windows)
@@ -35,9 +82,47 @@ class Learner:
         self._dispatch = jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None))
         self._restart = jax.jit(agent.restarted, donate_argnums=0, out_shardings=where)
         self._drift = jax.jit(agent.drift)
+        self._norm = jax.jit(lambda state: optax.tree.norm(state.policy.trained))
+
+    # --- Acting -------------------------------------------------------------------------------------------------------
+
+    def check(self, instruction: str) -> None:
+        """Refuse, before anything is rolled out, a task that cannot be labelled."""
+        if self._labels is not None:
+            self._labels.check(instruction)
+
+    def behaviour(self, state: RiptState, iteration: int, *, own_copy: bool = False) -> Behaviour:
+        """The policy as it acts now. A copy outlasts the updates, which use the state up."""
+        params = self._agent.policy_params(state)
+        if own_copy:
+            params = jax.tree.map(jnp.copy, params)
+        taught = self._labels is not None and int(state.policy.step) > 0  # before, no label means anything to it
+        return Behaviour(params, iteration, self._labels if taught else None, self._algorithm.guidance)
+
+    def practise(self, behaviour: Behaviour, iteration: int) -> Practised[Kept]:
+        """An iteration's rollouts."""
+        looked = self._run.config.online.windows == "looked"
+        return self._practice.practise(behaviour, iteration, self._keep, record=not looked, plans=looked)
+
+    def _keep(self, group: Group) -> Kept:
+        replay = self._run.config.online.replay
+        advantages = group_advantages(self._algorithm, group.rewards[None])[0]
+        weights = chunk_weights(self._algorithm, jnp.asarray(advantages))
+        wanted = [
+            episode.success if replay == "best" else weight != 0 and (self._labels is None or advantage != 0)
+            for episode, weight, advantage in zip(group.episodes, weights, advantages, strict=True)
+        ]
+        lessons = [
+            Lesson(self._practice.chunks(episode, plans), float(advantage))
+            for episode, plans, advantage, good in zip(group.episodes, group.plans, advantages, wanted, strict=True)
+            if good
+        ]
+        return Kept(group.start, group.episodes[0].task, lessons)
+
+    # --- Learning -----------------------------------------------------------------------------------------------------
 
     def learn(
-        self, state: RiptState, lessons: Sequence[Lesson], iteration: int
+        self, state: RiptState, lessons: Sequence[Lesson], iteration: int, stride: Stride
     ) -> tuple[RiptState, Window, dict[str, float]]:
         """As many updates as configured, or until the policy is far from the one that acted."""
         config, online, since = self._run.config, self._run.config.online, time.monotonic()
@@ -47,9 +132,9 @@ class Learner:
         advantages = np.concatenate([np.full(len(each.chunks), each.advantage, np.float32) for each in lessons])
         rows = config.batch_size - self._run.demonstrated
         updates = online.updates or math.ceil(online.epochs * len(chunks) / rows)
-        calls = math.ceil(updates / config.updates_per_dispatch)
+        calls = math.ceil(stride.epochs * updates / config.updates_per_dispatch)
         key = jax.random.fold_in(chance(config, 1), iteration)
-        behaviour = jax.tree.map(jnp.copy, self._run.agent.policy_params(state))
+        behaviour = jax.tree.map(jnp.copy, self._agent.policy_params(state))
         if online.restart:
             state = self._restart(state)
         picks = _picks(np.random.default_rng([config.seed, iteration, 2**20]), len(chunks), rows)
@@ -59,14 +144,14 @@ class Learner:
         looks = max(1, calls // 10)
         before = int(state.policy.step)  # asked once: the device works on one call while the next is made ready
         for call in range(calls):
-            first = before + made
             batches = [
-                self._batch(chunks, advantages, next(picks), first + at) for at in range(config.updates_per_dispatch)
+                self._batch(chunks, advantages, next(picks), before + made + at)
+                for at in range(config.updates_per_dispatch)
             ]
             probe = probe if probe is not None else batches[0]
             keys = jax.vmap(lambda at: jax.random.fold_in(key, at))(made + jnp.arange(len(batches)))
             stacked = jax.tree.map(lambda *each: np.stack(each), *batches)
-            state, measured = self._dispatch(state, stacked, keys)
+            state, measured = self._dispatch(state, stacked, keys, jnp.float32(stride.rate))
             window, made = add_windows(window, measured), made + len(batches)
             if call == calls - 1 or (online.max_drift is not None and call % looks == looks - 1):
                 drift = float(self._drift(state, behaviour, probe, chance(config, 4)))
@@ -76,9 +161,30 @@ class Learner:
             "learning/chunks": float(len(chunks)),
             "learning/updates": float(made),
             "learning/drift": drift,
+            "learning/weight_norm": float(self._norm(state)),
             "time/learning_seconds": time.monotonic() - since,
         }
         return state, window, learnt
+
+    def lessons(self, kept: Sequence[Kept], iteration: int) -> list[Lesson]:
+        """What an iteration learns from, of what was just kept or of the best so far."""
+        if self._run.config.online.replay == "best":
+            for each in kept:
+                for lesson in each.lessons:
+                    self._best.add(each.start, lesson.chunks)
+            return [Lesson(chunks, weight) for chunks, weight in self._best.weighed(self._practice.starts)]
+        if self._labels is None:
+            return [lesson for each in kept for lesson in each.lessons]
+        rng = np.random.default_rng([self._run.config.seed, iteration, 2**21])
+        return [self._label(lesson, each.task, rng) for each in kept for lesson in each.lessons]
+
+    def _label(self, lesson: Lesson, task: str, rng: np.random.Generator) -> Lesson:
+        """Its chunks told how it went, but for some that are told nothing."""
+        assert self._labels is not None
+        label: Label = "positive" if lesson.advantage > 0 else "negative"
+        dropped = rng.uniform(size=len(lesson.chunks)) < self._algorithm.label_dropout
+        labels: list[Label] = ["none" if untold else label for untold in dropped]
+        return Lesson(self._labels.write(lesson.chunks, task, labels), lesson.advantage)
 
     def _batch(self, chunks: Chunks, advantages: np.ndarray, picked: np.ndarray, update: int) -> RiptBatch:
         own = jax.tree.map(lambda rows: rows[picked], chunks.observations)
@@ -91,6 +197,17 @@ class Learner:
         )
         demonstration = np.arange(len(together[1])) >= len(picked)
         return RiptBatch(*together, demonstration)
+
+    # --- Remembering --------------------------------------------------------------------------------------------------
+
+    def remembered(self) -> Callable[[Path], None]:
+        """What writes the successes it keeps, as they are now, into a checkpoint."""
+        kept = {start: list(all_) for start, all_ in self._best.kept.items()}
+        return lambda folder: save_best(folder, kept)
+
+    def recall(self, folder: Path) -> None:
+        """Those of a checkpoint."""
+        load_best(folder, self._best, self._run.config.model.cameras)
 
 
 def _picks(rng: np.random.Generator, count: int, rows: int) -> Iterator[np.ndarray]:

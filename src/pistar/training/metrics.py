@@ -51,6 +51,12 @@ def add_windows(one: Window, other: Window) -> Window:
     return _add(one, other) if one else other
 
 
+def means(window: Window) -> dict[str, float]:
+    """Of what was measured at all."""
+    fetched = jax.device_get(window)
+    return {name: float(total) / float(count) for name, (total, count) in fetched.items() if count > 0}
+
+
 @runtime_checkable
 class Sink(Protocol):
     """Takes a line of numbers."""
@@ -130,9 +136,7 @@ class MetricsLog:
         self._queue.task_done()
 
     def _write(self, step: int, window: Window, extra: Mapping[str, float]) -> None:
-        fetched = jax.device_get(window)
-        values = {name: float(total) / float(count) for name, (total, count) in fetched.items() if count > 0}
-        values |= {name: float(value) for name, value in extra.items()}
+        values = means(window) | {name: float(value) for name, value in extra.items()}
         # JSON has no Infinity.
         finite: dict[str, float | None] = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")

@@ -4,10 +4,11 @@ Everything that decides a number derives from (seed, iteration) or is in the che
 on where its last checkpoint stands, to the bit.
 """
 
-import json
+import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -19,24 +20,32 @@ from pistar.agents.ript import RiptState
 from pistar.config import RiptConfig
 from pistar.envs.env import EnvOptions, find_tasks
 from pistar.envs.vector import Environments
-from pistar.envs.worker import Fault
 from pistar.errors import UserError
 from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, save_config
 from pistar.training.counting import wilson
 from pistar.training.evaluation import check_robot, needed_cameras
-from pistar.training.experience import load_practice
+from pistar.training.experience import Start, load_starts, save_starts
+from pistar.training.health import (
+    Course,
+    Events,
+    back_to_good,
+    has_stopped_improving,
+    stopped_by_surroundings,
+    take_note,
+    troubles,
+    tune,
+)
 from pistar.training.hosts import several
-from pistar.training.learner import Learner
-from pistar.training.metrics import MetricsLog, trackers_of
+from pistar.training.learner import Kept, Learner, Stride
+from pistar.training.memory import resident_bytes
+from pistar.training.metrics import MetricsLog, means, trackers_of
 from pistar.training.offline import CONFIG_FILE, StopRequest, claim_folder, compare_contracts, use_compilation_cache
 from pistar.training.plan import abstract_state
-from pistar.training.practice import Practice
+from pistar.training.practice import Practice, Practised
 from pistar.training.run import OnlineRun, first_params, prepare_online
 from pistar.training.saving import Saver, parts_of, restore
 from pistar.training.sharding import state_sharding
-
-EVENTS_FILE = "events.jsonl"
 
 
 def train(
@@ -46,7 +55,7 @@ def train(
     if several():
         raise UserError("RIPT runs on one host so far; leave the options for several out.")
     use_compilation_cache()
-    environment = _environment(config)
+    environment, online = _environment(config), config.online
     folder, checkpoints = config.folder, config.folder / "checkpoints"
     start_from = claim_folder(config, console, resume=resume, overwrite=overwrite)
     run = prepare_online(config)
@@ -57,51 +66,72 @@ def train(
     with console.status("building the simulators …"):
         envs = _build(run, environment)
     with envs, StopRequest() as stop, jax.set_mesh(run.mesh):
-        practice = Practice(run, envs)
+        abstract = abstract_state(config, run.agent)
+        where = state_sharding(abstract, run.mesh)
+        practice = Practice(config, run.ground, envs)
+        learner = Learner(run, practice, where)
+        learner.check(envs.scene.instruction)
         _describe(run, envs, console)
         if dry_run:
             console.print("Dry run: weights, data and environment agree. Nothing was trained or written.")
             return None
-        abstract = abstract_state(config, run.agent)
-        where = state_sharding(abstract, run.mesh)
-        if start_from is None:
+
+        def state_of(step: int | None) -> RiptState:
+            """As it was saved, or as it begins."""
+            if step is not None:
+                restored: RiptState = restore(checkpoints, step, abstract, where, lambda s: parts_of(run.agent, s))[0]
+                return restored
             begin = jax.jit(run.agent.init_from, donate_argnums=0, out_shardings=where)
-            state: RiptState = begin(first_params(config, run.mesh))
-        else:
-            state, _ = restore(checkpoints, start_from, abstract, where, lambda s: parts_of(run.agent, s))
-            load_practice(checkpoints / str(start_from), practice.starts, practice.best, config.model.cameras)
-        iteration = start_from or 0
-        learner = Learner(run, where)
+            first: RiptState = begin(first_params(config, run.mesh))
+            return first
+
+        state, course, iteration = state_of(start_from), Course(), start_from or 0
+        if start_from is not None:
+            course = dataclasses.replace(Course.load(checkpoints / str(start_from)), finished=False)
+            load_starts(checkpoints / str(start_from), practice.starts)
+            learner.recall(checkpoints / str(start_from))
         if overwrite and folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_config(folder / CONFIG_FILE, config)
-        _forget_events(folder, iteration)
-        began = time.monotonic()
+        events = Events(folder, console, after=iteration)
+        began, first_resident = time.monotonic(), 0
         sinks = trackers_of(config.trackers, folder, str(config.exp_name or config.name), to_table(config))
         with (
             closing(MetricsLog(folder, sinks, after=iteration if start_from is not None else -1)) as log,
             closing(
                 Saver(checkpoints, run.ground.norm_stats, run.ground.contract, config.keep_last, config.keep_every)
             ) as saver,
+            ThreadPoolExecutor(1, thread_name_prefix="practice") as beside,
         ):
             if start_from is None:
                 with console.status("judging the policy it begins with …"):
-                    found = practice.judge(run.agent.policy_params(state))
+                    found = practice.judge(learner.behaviour(state, 0))
+                take_note(course, 0, found, online.min_gain)
                 log.log(0, {}, found)
                 console.print(f"before: {_told_evaluation(found)}", markup=False, highlight=False)
-            while iteration < config.steps and not stop.requested():
+            ahead: Future[Practised[Kept]] | None = None
+            while iteration < config.steps and not course.finished and not stop.requested():
                 with console.status(f"iteration {iteration + 1} of {config.steps}: practising …"):
-                    done = practice.practise(run.agent.policy_params(state), iteration)
-                _note_events(folder, iteration, done.faults)
+                    done = ahead.result() if ahead else learner.practise(learner.behaviour(state, iteration), iteration)
+                for start, fault, dropped in done.faults:
+                    what = "group dropped" if dropped else "episode run again"
+                    events.note(iteration, fault.kind, fault.detail, what, show=False, start_id=start)
+                done.measured["practice/policy_age"] = float(ahead is not None)
+                lessons = learner.lessons(done.kept, iteration)
+                known = practice.starts.copy_of_known()  # as learnt from so far, whoever practises meanwhile
+                ahead = None
+                if online.overlap and not _rests(config, iteration + 1):
+                    behaviour = learner.behaviour(state, iteration, own_copy=True)
+                    ahead = beside.submit(learner.practise, behaviour, iteration + 1)
                 with console.status(f"iteration {iteration + 1} of {config.steps}: learning …"):
-                    state, window, learnt = learner.learn(state, done.lessons, iteration)
+                    state, window, learnt = learner.learn(state, lessons, iteration, Stride(course.rate, course.epochs))
                 iteration += 1
-                last = iteration == config.steps
                 found = {}
-                if last or (config.online.evaluate_every and iteration % config.online.evaluate_every == 0):
+                if _judges(config, iteration):
                     with console.status(f"iteration {iteration} of {config.steps}: judging …"):
-                        found = practice.judge(run.agent.policy_params(state))
+                        found = practice.judge(learner.behaviour(state, iteration))
+                learnt |= {"tuning/rate": course.rate, "tuning/epochs": course.epochs}
                 log.log(iteration, window, done.measured | learnt | found)
                 each = (time.monotonic() - began) / (iteration - (start_from or 0))
                 left = timedelta(seconds=int(each * (config.steps - iteration)))
@@ -111,12 +141,60 @@ def train(
                     markup=False,
                     highlight=False,
                 )
-                if iteration % config.save_every == 0 or last or stop.requested():
-                    saver.save(iteration, parts_of(run.agent, state), {}, log.flush, practice.remembered())
+                measured = done.measured | learnt | means(window) | found
+                first_resident = resident_bytes()[0] if iteration <= (start_from or 0) + 2 else first_resident
+                wrong = list(troubles(online.health, course, measured, (first_resident, resident_bytes()[0])))
+                if any(whose == "policy" for whose, _, _ in wrong):
+                    if ahead is not None:
+                        ahead.result()  # by a policy nobody wants; its simulators must be free
+                        ahead = None
+                    saver.wait()
+                    if back_to_good(online.health, course, iteration, wrong, events):
+                        state = state_of(course.good)
+                else:
+                    course.rollbacks = 0
+                    course.weight_norm = course.weight_norm or learnt.get("learning/weight_norm")
+                    if found:
+                        take_note(course, iteration, found, online.min_gain)
+                    if online.auto_tune:
+                        for name, reason in tune(online.tuning, course, measured):
+                            events.note(iteration - 1, f"auto-tune, {name}", reason, "from the next iteration on")
+                course.finished = iteration == config.steps or has_stopped_improving(online, course, iteration, events)
+                leave = stopped_by_surroundings(wrong, iteration, events)
+                saves = iteration % config.save_every == 0 or course.finished or leave or stop.requested()
+                if saves or (found and course.best == iteration):
+                    if not wrong and (found or not online.evaluate_every):
+                        course.good = iteration
+                    saver.spared = frozenset(step for step in (course.good, course.best) if step)
+                    parts, more = parts_of(run.agent, state), _writer(course, known, learner.remembered())
+                    saver.save(iteration, parts, {}, log.flush, more)
+                if leave:
+                    break
             saver.wait()
-    if stop.heard and iteration < config.steps:
-        console.print(f"Stopped on request after iteration {iteration}. Go on with --resume.", highlight=False)
+    _told_end(console, config, course, iteration)
     return checkpoints / str(iteration) if iteration else None
+
+
+def _judges(config: RLTrainConfig, iteration: int) -> bool:
+    every = config.online.evaluate_every
+    return iteration == config.steps or bool(every and iteration % every == 0)
+
+
+def _rests(config: RLTrainConfig, iteration: int) -> bool:
+    """Whether nothing may be under way when so many iterations are over: it is saved, or the simulators are needed."""
+    return _judges(config, iteration) or iteration % config.save_every == 0
+
+
+def _writer(course: Course, known: dict[int, Start], best: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Writes what is remembered beside the weights, as it is now."""
+    course = dataclasses.replace(course)
+
+    def write(folder: Path) -> None:
+        course.save(folder)
+        save_starts(folder, known)
+        best(folder)
+
+    return write
 
 
 # --- Where it practises -----------------------------------------------------------------------------------------------
@@ -204,25 +282,13 @@ def _told_evaluation(found: dict[str, float]) -> str:
     return f"held out {', '.join(parts)}"
 
 
-def _note_events(folder: Path, iteration: int, faults: Sequence[tuple[int, Fault, bool]]) -> None:
-    with (folder / EVENTS_FILE).open("a", encoding="utf-8") as file:
-        for start, fault, dropped in faults:
-            what = "group dropped" if dropped else "episode run again"
-            event = {
-                "iteration": iteration,
-                "event": fault.kind,
-                "start_id": start,
-                "detail": fault.detail,
-                "done": what,
-            }
-            file.write(json.dumps(event) + "\n")
-
-
-def _forget_events(folder: Path, iteration: int) -> None:
-    """Of iterations that will be made again."""
-    path = folder / EVENTS_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["iteration"] < iteration]
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    aside.replace(path)
+def _told_end(console: Console, config: RLTrainConfig, course: Course, iteration: int) -> None:
+    if not course.finished:
+        console.print(f"Stopped after iteration {iteration} of {config.steps}. Go on with --resume.", highlight=False)
+    if course.best and course.best != iteration:
+        where = config.folder / "checkpoints" / str(course.best)
+        console.print(
+            f"The best on held-out start states was iteration {course.best} ({course.best_success:.0%}): {where}",
+            markup=False,
+            highlight=False,
+        )

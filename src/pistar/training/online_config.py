@@ -81,6 +81,66 @@ class StartsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class HealthConfig:
+    """What is looked at after every iteration. None: never mind."""
+
+    on_trouble: Literal["roll_back", "stop", "tell"] = "roll_back"
+    """With the policy. `roll_back`: to the last good checkpoint, with half the learning rate."""
+    rollbacks: int = 3
+    """So many one after the other, then it stops."""
+    max_skipped: float = 0.5
+    """Share of an iteration's updates whose gradient is not finite. Each of them is skipped in any case."""
+    max_gradient_norm: float | None = 1e3
+    """Mean over an iteration, before clipping."""
+    max_weight_growth: float | None = 2.0
+    """Of the weights' norm, since the first iteration."""
+    max_drift: float | None = 1.0
+    """Mean square of the velocity's change in an iteration. Data has deviation 1."""
+    max_success_drop: float | None = 0.3
+    """Below the best evaluation so far."""
+    max_fault_rate: float | None = 0.5
+    """Failures of simulators per episode; more than this, and the run stops."""
+    max_memory_growth: float | None = 1.0
+    """Of this process since the second iteration, relative; more than this, and the run stops."""
+
+    def __post_init__(self) -> None:
+        _check_share("online.health.max_skipped", self.max_skipped)
+        if self.rollbacks < 0:
+            raise UserError(f"online.health.rollbacks is {self.rollbacks}; give a number, 0 to stop at once.")
+        for name in ("gradient_norm", "weight_growth", "drift", "success_drop", "fault_rate", "memory_growth"):
+            limit = getattr(self, f"max_{name}")
+            if limit is not None and not limit > 0:
+                raise UserError(f"online.health.max_{name} is {limit}; use a positive number, or none for no limit.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How the learning rate and the length of an iteration are adapted, if they are (`online.auto_tune`)."""
+
+    target_drift: float = 0.01
+    """Mean square of the velocity's change in an iteration: where it is smaller the rate rises, else it falls …"""
+    tolerance: float = 2.0
+    """… when it is so many times too small or too large …"""
+    factor: float = 1.5
+    """… by this factor …"""
+    most: float = 4.0
+    """… to at most so many times, and at least so small a part of, what is configured."""
+    scarce: float = 0.2
+    """Below this share of informative groups an iteration is made shorter: there is little to learn …"""
+    plenty: float = 0.6
+    """… and above this longer."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_drift < math.inf:
+            raise UserError(f"online.tuning.target_drift is {self.target_drift}; use a positive number (0.01).")
+        for name in ("tolerance", "factor", "most"):
+            if not 1 < getattr(self, name) < math.inf:
+                raise UserError(f"online.tuning.{name} is {getattr(self, name)}; it is a factor, above 1.")
+        for name in ("scarce", "plenty"):
+            _check_share(f"online.tuning.{name}", getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
 class OnlineConfig:
     """An iteration: rollouts, updates, and now and then an evaluation."""
 
@@ -126,6 +186,17 @@ class OnlineConfig:
     evaluate_every: int = 1
     """Iterations between evaluations on held-out start states; 0 for none but the last."""
     evaluate_episodes: int = 50
+    patience: int | None = None
+    """The run ends when so many evaluations one after the other were no better than the best. None: never."""
+    min_gain: float = 0.0
+    """By how much an evaluation must be better to count as such, as a share of the start states."""
+    overlap: bool = False
+    """Practise for the next iteration while learning from this one: by a policy that is one iteration old, except after
+    a checkpoint or an evaluation. Worth it where simulators and devices do not share processors."""
+    health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
+    auto_tune: bool = False
+    """Adapt the learning rate and the length of an iteration within bounds, and say why."""
+    tuning: TuningConfig = dataclasses.field(default_factory=TuningConfig)
 
     def __post_init__(self) -> None:
         for name in ("environments", "contexts", "attempts", "replay_keeps", "evaluate_episodes"):
@@ -142,5 +213,8 @@ class OnlineConfig:
             raise UserError(f"online.demonstrations is {self.demonstrations}; it is a share below 1 (try 0.1).")
         if not 0 < self.epochs < math.inf:
             raise UserError(f"online.epochs is {self.epochs}; use a positive number.")
+        if self.patience is not None and self.patience < 1:
+            raise UserError(f"online.patience is {self.patience}; give a number of evaluations, or none.")
+        _check_share("online.min_gain", self.min_gain)
         if self.max_drift is not None and not 0 < self.max_drift < math.inf:
             raise UserError(f"online.max_drift is {self.max_drift}; use a positive number, or none for no bound.")

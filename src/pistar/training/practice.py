@@ -1,27 +1,25 @@
-"""Practice: a policy among its environments, group by group, and what is counted and kept of it."""
+"""Practice: a policy among its environments, group by group, and what is counted of it."""
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from pistar.agents.estimators import informative
-from pistar.agents.ript import chunk_weights, group_advantages
-from pistar.config import RiptConfig
 from pistar.data.robots import input_transform, output_transform
 from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Fault
 from pistar.training.config import RLTrainConfig
-from pistar.training.experience import BestOf, Starts, save_practice
+from pistar.training.experience import Starts
 from pistar.training.exploring import (
     ZERO_NOISE,
+    Behaviour,
     Chunks,
     Explorer,
     Mood,
@@ -30,16 +28,10 @@ from pistar.training.exploring import (
     executed_chunks,
     stepwise_chunks,
 )
-from pistar.training.run import OnlineRun
+from pistar.training.run import Ground
 from pistar.types import Episode
 
-
-@dataclasses.dataclass(frozen=True)
-class Lesson:
-    """Chunks of one rollout, and how much they count: its advantage, or what `best` says."""
-
-    chunks: Chunks
-    advantage: float
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,25 +101,24 @@ class Tally:
 
 
 @dataclasses.dataclass(frozen=True)
-class Practised:
+class Practised(Generic[T]):
     """What an iteration's rollouts brought."""
 
-    lessons: Sequence[Lesson]
+    kept: Sequence[T]
+    """Of each whole group what its learner keeps."""
     measured: dict[str, float]
     faults: Sequence[tuple[int, Fault, bool]]
     """Of which start state, what, and whether its group had to be dropped."""
 
 
 class Practice:
-    """The policy among its environments, and what it remembers of them."""
+    """Rollouts of a policy that is being trained."""
 
-    def __init__(self, run: OnlineRun, envs: Environments) -> None:
-        self._run, self._envs = run, envs
-        online, inputs = run.config.online, run.ground.inputs
-        self.starts = Starts(online.starts, envs.scene.train)
-        self.best = BestOf(online.replay_keeps)
-        horizon = run.config.model.action_horizon
-        self.execute = min(online.execute or envs.scene.execute or horizon, horizon)
+    def __init__(self, config: RLTrainConfig, ground: Ground, envs: Environments) -> None:
+        self._config, self._envs, self._robot = config, envs, ground.inputs.robot
+        inputs, horizon = ground.inputs, config.model.action_horizon
+        self.starts = Starts(config.online.starts, envs.scene.train)
+        self.execute = min(config.online.execute or envs.scene.execute or horizon, horizon)
         self._inputs = input_transform(
             inputs.robot,
             inputs.stats,
@@ -140,25 +131,16 @@ class Practice:
         )
         self._outputs = output_transform(inputs.robot, inputs.stats, inputs.norm)
 
-    def _explorer(self, params: Any, version: int, key: Any, moods: Sequence[Mood], *, keep: bool) -> Explorer:  # noqa: ANN401
-        return Explorer(
-            model=self._run.config.model,
-            inputs=self._inputs,
-            outputs=self._outputs,
-            action_dim=self._run.ground.inputs.robot.action_dim,
-            scene=self._envs.scene,
-            batch=batch_size(self._envs.count),
-            params=params,
-            version=version,
-            key=key,
-            moods=moods,
-            keep=keep,
-        )
+    def practise(
+        self, behaviour: Behaviour, iteration: int, keep: Callable[[Group], T], *, record: bool, plans: bool
+    ) -> Practised[T]:
+        """K rollouts from each of some start states, others in place of those that teach nothing, up to a cap.
 
-    def practise(self, params: Any, iteration: int) -> Practised:  # noqa: ANN401
-        """K rollouts from each of some start states, others in place of those that teach nothing, up to a cap."""
-        config, online = self._run.config, self._run.config.online
-        since, tally, lessons = time.monotonic(), Tally(), list[Lesson]()
+        `keep` is given each group as soon as it is whole: what it does not return is gone. `record`: episodes have
+        their observations; `plans`: groups have what the policy looked at and decided.
+        """
+        config, online = self._config, self._config.online
+        since, tally, kept = time.monotonic(), Tally(), list[T]()
         for round_ in itertools.count():
             room = online.attempts * online.contexts - len(tally.tried)
             wanted = min(online.contexts - tally.teaching, room)
@@ -167,78 +149,63 @@ class Practice:
             if not starts:
                 break
             key = jax.random.fold_in(jax.random.fold_in(chance(config, 2), iteration), round_)
-            for group in self._groups(params, iteration, starts, rng, key, tally.clock):
+            moods = [
+                draw_mood(online.exploration, rng, self._envs.scene, self._robot.state_dim)
+                for _ in range(len(starts) * online.rollouts)
+            ]
+            explorer = self._explorer(behaviour, key, moods, keep=plans)
+            for group in self._groups(explorer, starts, record=record, clock=tally.clock):
                 if tally.count(group):
-                    lessons += self._lessons(group)
-        if online.replay == "best":
-            lessons = [Lesson(chunks, weight) for chunks, weight in self.best.weighed(self.starts)]
-        measured = tally.measured(time.monotonic() - since, max(len(self._envs._workers), 1))
+                    self.starts.learn(group.start, int(group.rewards.sum()), len(group.rewards))
+                    kept.append(keep(group))
+        measured = tally.measured(time.monotonic() - since, max(self._envs.workers, 1))
         measured["practice/solved_start_states"] = float(self.starts.solved)
-        return Practised(lessons, measured, tally.faults)
+        return Practised(kept, measured, tally.faults)
 
-    def _groups(
-        self,
-        params: Any,  # noqa: ANN401
-        version: int,
-        starts: Sequence[int],
-        rng: np.random.Generator,
-        key: jax.Array,
-        clock: Clock,
-    ) -> Iterator["Group"]:
-        """Each start state's rollouts as soon as they are done: what a group does not teach is not kept."""
-        online, state_dim = self._run.config.online, self._run.ground.inputs.robot.state_dim
-        episodes = [start for start in starts for _ in range(online.rollouts)]
-        moods = [draw_mood(online.exploration, rng, self._envs.scene, state_dim) for _ in episodes]
-        explorer = self._explorer(params, version, key, moods, keep=online.windows == "looked")
-        record = online.windows == "every_step"
+    def _explorer(self, behaviour: Behaviour, key: jax.Array, moods: Sequence[Mood], *, keep: bool) -> Explorer:
+        return Explorer(
+            model=self._config.model,
+            inputs=self._inputs,
+            outputs=self._outputs,
+            action_dim=self._robot.action_dim,
+            scene=self._envs.scene,
+            batch=batch_size(self._envs.count),
+            behaviour=behaviour,
+            key=key,
+            moods=moods,
+            keep=keep,
+        )
+
+    def _groups(self, explorer: Explorer, starts: Sequence[int], *, record: bool, clock: Clock) -> Iterator[Group]:
+        """Each start state's rollouts as soon as they are done."""
+        times = self._config.online.rollouts
+        episodes = [start for start in starts for _ in range(times)]
         rollouts = roll_out(self._envs, episodes, explorer, execute=self.execute, record=record, clock=clock)
         for at, start in enumerate(starts):
-            numbers = range(at * online.rollouts, (at + 1) * online.rollouts)
-            done = list(itertools.islice(rollouts, online.rollouts))
+            numbers = range(at * times, (at + 1) * times)
+            done = list(itertools.islice(rollouts, times))
             plans = [explorer.plans.pop(number, []) for number in numbers]
-            yield Group(start, done, plans, [moods[number] for number in numbers])
+            yield Group(start, done, plans, [explorer.moods[number] for number in numbers])
 
-    def _lessons(self, group: "Group") -> list[Lesson]:
-        """What is learnt from it now. Successes worth remembering are remembered."""
-        algorithm, replay = self._run.config.algorithm, self._run.config.online.replay
-        assert isinstance(algorithm, RiptConfig)
-        rewards = group.rewards
-        self.starts.learn(group.start, int(rewards.sum()), len(rewards))
-        advantages = group_advantages(algorithm, rewards[None])[0]
-        weights = chunk_weights(algorithm, jnp.asarray(advantages))
-        lessons = []
-        for episode, plans, advantage, weight in zip(group.episodes, group.plans, advantages, weights, strict=True):
-            if replay == "best" and episode.success:
-                self.best.add(group.start, self._chunks(episode, plans))
-            if replay == "none" and weight != 0:
-                lessons.append(Lesson(self._chunks(episode, plans), float(advantage)))
-        return lessons
-
-    def _chunks(self, episode: Episode, plans: Sequence[Plan]) -> Chunks:
-        if self._run.config.online.windows == "looked":
+    def chunks(self, episode: Episode, plans: Sequence[Plan]) -> Chunks:
+        """What is learnt from of an episode, as configured."""
+        if self._config.online.windows == "looked":
             return executed_chunks(plans, episode, self.execute)
-        return stepwise_chunks(episode, self._inputs, self._run.config.model.action_horizon)
+        return stepwise_chunks(episode, self._inputs, self._config.model.action_horizon)
 
-    def judge(self, params: Any) -> dict[str, float]:  # noqa: ANN401
+    def judge(self, behaviour: Behaviour) -> dict[str, float]:
         """Successes on held-out start states: without noise, and with the flow's own. The same noise every time."""
-        config = self._run.config
-        starts = self._envs.scene.held_out[: config.online.evaluate_episodes]
+        starts = self._envs.scene.held_out[: self._config.online.evaluate_episodes]
         found: dict[str, float] = {}
         for name, mood in (("zero_noise", ZERO_NOISE), ("sampled", Mood())):
-            explorer = self._explorer(params, 0, chance(config, 3), [mood] * len(starts), keep=False)
+            explorer = self._explorer(behaviour, chance(self._config, 3), [mood] * len(starts), keep=False)
             rollouts = roll_out(self._envs, starts, explorer, execute=self.execute)
             ended = [rollout.episode for rollout in rollouts if rollout.episode is not None]
             found[f"evaluation/{name}"] = float(sum(episode.success for episode in ended))
             found[f"evaluation/{name}_of"] = float(len(ended))
         return found
 
-    def remembered(self) -> Any:  # noqa: ANN401
-        """What writes it, as it is now."""
-        known = {start: dataclasses.replace(one) for start, one in self.starts.known.items()}
-        kept = {start: list(all_) for start, all_ in self.best.kept.items()}
-        return lambda folder: save_practice(folder, known, kept)
-
 
 def chance(config: RLTrainConfig, purpose: int) -> jax.Array:
-    """Of this run's chance; updates use purpose 1, practice 2, evaluation 3."""
+    """Of this run's chance; updates use purpose 1, practice 2, evaluation 3, drift 4."""
     return jax.random.fold_in(jax.random.key(config.seed), 2**31 + purpose)

@@ -71,6 +71,8 @@ class Saver:
         self._folder, self._contract = folder, contract
         self._norm_stats = {contract.asset_id: norm_stats}
         self._keep_last, self._keep_every = keep_last, keep_every
+        self.spared: frozenset[int] = frozenset()
+        """Checkpoints that stay, however old."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._pending: Future[None] | None = None
 
@@ -137,7 +139,7 @@ class Saver:
         if not is_leader():
             return
         for step in saved_steps(self._folder)[: -self._keep_last]:
-            if self._keep_every is None or step % self._keep_every:
+            if step not in self.spared and (self._keep_every is None or step % self._keep_every):
                 hidden = self._folder / f".{step}.deleted"  # half a checkpoint must not look like one
                 shutil.rmtree(hidden, ignore_errors=True)
                 (self._folder / str(step)).rename(hidden)
