@@ -19,7 +19,7 @@ from pistar.training.config import RLTrainConfig
 from pistar.training.experience import Starts
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
-from pistar.training.online_config import ExplorationConfig, StartsConfig
+from pistar.training.online_config import ExplorationConfig, HealthConfig, StartsConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
 pytestmark = pytest.mark.xdist_group("online")
@@ -127,7 +127,9 @@ def test_a_start_state_that_cannot_be_finished_is_neither_counted_nor_learnt_fro
     for start in (1, 4):
         (tmp_path / f"{start}.always").touch()
     config = settings(checkpoint, tmp_path / "runs", replay="none")
-    online = dataclasses.replace(config.online, contexts=6, starts=StartsConfig("uniform", pool=6))
+    online = dataclasses.replace(
+        config.online, contexts=6, starts=StartsConfig("uniform", pool=6), health=HealthConfig(max_fault_rate=None)
+    )
     saved, lines, _ = run(dataclasses.replace(config, online=online, steps=1))
     assert lines[1]["practice/episodes"] == 4 * 4, "of six start states two are broken"
     events = [json.loads(line) for line in (config.folder / "events.jsonl").read_text().splitlines()]
