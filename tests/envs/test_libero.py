@@ -101,7 +101,7 @@ def test_begins_again_to_the_bit_whatever_happened_before(drawer: libero.Libero)
 def over(workers: int, *, kill: bool = False) -> list[Rollout]:
     """Two short episodes; the first worker may be killed when the policy is first asked."""
     with Environments("libero/spatial/4", EnvOptions(cameras=(), limit=3), count=2, workers=workers) as envs:
-        first = [worker.process.pid for worker in envs._workers[:kill]]
+        first = [worker.pid for worker in envs._workers[:kill]]
 
         def act(requests: Sequence[Request]) -> np.ndarray:
             while first:
