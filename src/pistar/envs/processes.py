@@ -44,7 +44,7 @@ class ProcessWorker(Worker):
     def __init__(self, crew: Crew, slots: range, chunk: int) -> None:
         super().__init__(slots)
         self._names, self._steps = " and ".join(crew.names[:2]), chunk
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         self._memory = os.memfd_create("pictures")
         threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
         # Not `-m`: what is pickled must be found where both sides have it.
@@ -57,11 +57,12 @@ class ProcessWorker(Worker):
             env={**os.environ, **threads},
         )
         theirs.close()
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(os.dup(self._socket.fileno()))
         self._connection.send((sys.path, crew))
         # From a thread: a worker that waits for us to hear it does not listen.
         self._outbox: queue.SimpleQueue[tuple[int, Begin | Go] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._post, name="to a simulator", daemon=True).start()
+        self._postman = threading.Thread(target=self._post, name="to a simulator", daemon=True)
+        self._postman.start()
 
     @property
     def pid(self) -> int:
@@ -116,9 +117,13 @@ class ProcessWorker(Worker):
 
     def end(self) -> None:
         """At once."""
-        self._outbox.put(None)
-        self._connection.close()
         self._process.kill()
         self._process.wait()
+        self._outbox.put(None)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._postman.join()  # or what it is about to write could go to whoever gets the pipe's number next
+        self._connection.close()
+        self._socket.close()
         with contextlib.suppress(OSError):
             os.close(self._memory)
