@@ -21,6 +21,9 @@ from pistar.errors import UserError
 class Processes(Engine):
     """Started anew, not forked."""
 
+    def __init__(self, workers: int | None) -> None:
+        """Nothing is needed before the first, however many there will be."""
+
     @property
     def cores(self) -> int:
         """This machine's."""

@@ -7,14 +7,18 @@ Here each is told on its own what to do, a whole chunk at a time, and a worker t
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from pistar.envs.engine import Engine, Gone, Worker
-from pistar.envs.env import EnvOptions, Scene
+from pistar.envs.env import EnvOptions, Scene, nearest
 from pistar.envs.processes import Processes
+from pistar.envs.ray_workers import RayActors
 from pistar.envs.worker import Begin, Crew, Fault, Go, Simulators, Went
 from pistar.errors import UserError
+
+ENGINES: dict[str, Callable[[int | None], Engine]] = {"processes": Processes, "ray": RayActors}
+"""By name, for so many workers."""
 
 
 class Environments:
@@ -33,8 +37,10 @@ class Environments:
         chunk: int = 64,
         patience: float = 120.0,
         spare: int = 0,
+        engine: str = "processes",
     ) -> None:
         """`workers`: processes, as many as cores if None; 0 for none but this one, which suits cheap simulators.
+        `engine`: where they are, one of `ENGINES`: `processes` of this machine, or actors of `ray`, on many.
         `chunk`: at most so many actions at once. `patience`: seconds without an answer after which a worker hangs.
 
         Of several tasks each environment is now of one and then of another, as its episodes are. A worker keeps as many
@@ -49,6 +55,12 @@ class Environments:
             raise UserError(f"workers is {workers}; give the number of processes, or 0 to use none.")
         if spare < 0:
             raise UserError(f"spare is {spare}; give the number of simulators to keep beyond those in use, or 0.")
+        if engine not in ENGINES:
+            raise UserError(f"There is no engine {engine!r}; {nearest(engine, ENGINES)}")
+        if workers == 0 and engine != "processes":
+            raise UserError(
+                f"workers is 0, which is this process alone, and the engine {engine}; give at least 1 worker."
+            )
         self.count, self.chunk = count, chunk
         self._patience = patience
         self._lost: dict[int, Fault] = {}
@@ -65,7 +77,7 @@ class Environments:
             self._here = Simulators(self._crew)
             self.scenes = _agreeing(self._here.scenes)
             return
-        self._engine: Engine = Processes()
+        self._engine = ENGINES[engine](None if workers is None else min(count, workers))
         try:
             workers = min(count, self._engine.cores if workers is None else workers)
             for number in range(workers):
