@@ -269,7 +269,7 @@ def test_episodes_are_the_same_to_the_bit_over_any_number_of_workers_and_after_o
         found: list[Rollout] = []
         for rollout in roll_out(envs, STARTS, SCRIPT, execute=1, record=True):
             if workers == 2 and not found:
-                os.kill(envs._workers[1].process.pid, signal.SIGKILL)
+                os.kill(envs._workers[1].pid, signal.SIGKILL)
             found.append(rollout)
     assert any(rollout.faults for rollout in found) == (workers == 2)
     for one, other in zip(found, in_this_process, strict=True):

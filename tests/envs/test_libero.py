@@ -98,28 +98,35 @@ def test_begins_again_to_the_bit_whatever_happened_before(drawer: libero.Libero)
     assert np.random.random() == np.random.RandomState(5).random()  # noqa: NPY002  # which is left as it was
 
 
-def over(workers: int, *, kill: bool = False) -> list[Rollout]:
-    """Two short episodes; the first worker may be killed when the policy is first asked."""
-    with Environments("libero/spatial/4", EnvOptions(cameras=(), limit=3), count=2, workers=workers) as envs:
-        first = [worker.process.pid for worker in envs._workers[:kill]]
+BOWL, OTHER = "libero/spatial/4", "libero/spatial/0"
+
+
+def over(workers: int, tasks: Sequence[str], starts: Sequence[tuple[str, int]], *, kill: bool = False) -> list[Rollout]:
+    """Short episodes; the first worker may be killed when the policy is first asked."""
+    with Environments(tasks, EnvOptions(cameras=(), limit=3), count=2, workers=workers) as envs:
+        first = [worker.pid for worker in envs._workers[:kill]]
 
         def act(requests: Sequence[Request]) -> np.ndarray:
             while first:
                 os.kill(first.pop(), signal.SIGKILL)
             return np.stack([ACTIONS[request.step : request.step + 1] for request in requests])
 
-        return list(roll_out(envs, [40, 41], act, execute=1, record=True))
+        return list(roll_out(envs, starts, act, execute=1, record=True))
 
 
 def test_workers_give_the_same_episodes_to_the_bit_and_so_does_one_that_takes_a_killed_ones_place() -> None:
-    """Over none, one (which is killed) and two; each world takes some ten seconds to build."""
-    found = [over(0), over(1, kill=True), over(2)]
-    assert {fault.kind for rollout in found[1] for fault in rollout.faults} == {"died", "lost"}
+    """Over none, over one (which is killed) beside another task, and over two; a world takes some seconds to build."""
+    alone = [(BOWL, 40), (BOWL, 41)]
+    mixed = over(1, [BOWL, OTHER], [(BOWL, 40), (OTHER, 40), (BOWL, 41)], kill=True)
+    assert {fault.kind for rollout in mixed for fault in rollout.faults} == {"died", "lost"}
+    found = [over(0, [BOWL], alone), [rollout for rollout in mixed if rollout.task == BOWL], over(2, [BOWL], alone)]
     assert not any(rollout.faults for rollout in found[2])
     for rollouts in zip(*found, strict=True):
         seen = {r.episode.observations["observation/state"].tobytes() for r in rollouts if r.episode is not None}
         assert len(seen) == 1
-    assert all(rollout.episode is not None for rollouts in found for rollout in rollouts)
+    assert all(rollout.episode is not None for rollouts in [*found, mixed] for rollout in rollouts)
+    words = {rollout.episode.task for rollout in mixed if rollout.episode is not None}
+    assert len(words) == 2, "each task in its own words"
 
 
 def test_restores_the_middle_of_an_episode_to_the_bit(drawer: libero.Libero) -> None:

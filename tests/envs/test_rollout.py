@@ -230,7 +230,7 @@ def test_a_worker_killed_from_outside_changes_nothing(expected: list[Rollout]) -
         found: list[Rollout] = []
         for rollout in roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3):
             if not found:
-                os.kill(envs._workers[0].process.pid, signal.SIGKILL)
+                os.kill(envs._workers[0].pid, signal.SIGKILL)
             found.append(rollout)
     for one, other in zip(found, expected, strict=True):
         same(one.episode, other.episode)

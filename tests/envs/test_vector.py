@@ -77,7 +77,7 @@ def test_looking_once_gives_the_last_look() -> None:
 def test_a_killed_worker_is_replaced_and_its_other_episodes_are_known_to_be_lost() -> None:
     with Environments(TOY, count=4, workers=2) as envs:
         envs.do({slot: Begin(slot) for slot in range(4)})
-        os.kill(envs._workers[1].process.pid, signal.SIGKILL)
+        os.kill(envs._workers[1].pid, signal.SIGKILL)
         answers = envs.do({slot: Go(STAY, look=False) for slot in (0, 1, 2)})
         assert isinstance(answers[0], Went)
         assert isinstance(answers[2], Went)
@@ -140,6 +140,6 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 def test_workers_know_nothing_of_models() -> None:
     with Environments(TOY, count=1, workers=1) as envs:
-        maps = Path(f"/proc/{envs._workers[0].process.pid}/maps").read_text()
+        maps = Path(f"/proc/{envs._workers[0].pid}/maps").read_text()
     assert "jaxlib" not in maps
     assert "numpy" in maps

@@ -382,7 +382,7 @@ def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
             nonlocal asked
             asked += 1
             if asked == 7:  # after nine steps of the first four
-                os.kill(envs._workers[1].process.pid, signal.SIGKILL)
+                os.kill(envs._workers[1].pid, signal.SIGKILL)
             return actor(requests)
 
         found = list(roll_out(envs, STARTS, act, execute=3, record=True, seed=2))

@@ -70,7 +70,8 @@ _MOTORS = (
 """An arm's joints at the utmost: what gym-aloha's model lets its motors do, whatever they are told."""
 
 
-def _scene(task: str, options: EnvOptions) -> Scene:
+def scene(task: str, options: EnvOptions) -> Scene:
+    """Of one of the two."""
     names = ("images/cam_high",) if options.cameras is None else options.cameras
     for name in names:
         if name not in CAMERAS:
@@ -97,7 +98,7 @@ class Aloha(StartEnv):
     """Actions and state: left arm, right arm; of each six joint angles and a gripper, 0 shut and 1 open."""
 
     def __init__(self, task: str, options: EnvOptions) -> None:
-        super().__init__(_scene(task, options))
+        super().__init__(scene(task, options))
         try:
             import gym_aloha.constants  # as yet without MuJoCo, which must not come before `headless`
 

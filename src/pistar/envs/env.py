@@ -6,6 +6,7 @@ in its units. Nothing here knows of models, and nothing imports JAX: worker proc
 """
 
 import abc
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -210,6 +211,9 @@ class Family(Protocol):
     def tasks(self) -> Mapping[str, Sequence[str]]:
         """By name, what it stands for: itself, or the tasks of a suite."""
 
+    def scene(self, task: str, options: EnvOptions) -> Scene:
+        """What is known of one; where it can be, without making it."""
+
     def make(self, task: str, options: EnvOptions) -> StartEnv:
         """One environment."""
 
@@ -250,6 +254,10 @@ class _Own:
     def tasks(self) -> Mapping[str, Sequence[str]]:
         return {self.name: [self.name]}
 
+    def scene(self, task: str, options: EnvOptions) -> Scene:
+        with contextlib.closing(self.make(task, options)) as made:
+            return made.scene
+
     def make(self, task: str, options: EnvOptions) -> StartEnv:
         del task
         made: StartEnv = self.maker(options)
@@ -271,11 +279,21 @@ def find_tasks(name: str) -> list[str]:
 
 def make_env(name: str, options: EnvOptions = EnvOptions()) -> StartEnv:  # noqa: B008  # frozen
     """The environment of that name, or an error with the nearest one."""
+    family, task = _family(_only(name))
+    return family.make(task, options)
+
+
+def find_scene(name: str, options: EnvOptions = EnvOptions()) -> Scene:  # noqa: B008  # frozen
+    """That of the environment of that name, which is built for it only where there is no other way to know."""
+    family, task = _family(_only(name))
+    return family.scene(task, options)
+
+
+def _only(name: str) -> str:
     (only, *others) = find_tasks(name)
     if others:
         raise UserError(f"{name} is {len(others) + 1} tasks; take one of them, as {only}.")
-    family, task = _family(only)
-    return family.make(task, options)
+    return only
 
 
 def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:

@@ -4,6 +4,7 @@ Gymnasium does not know success. An episode succeeds when the environment's `inf
 one that terminates without is a failure, and one the environment truncates is cut off. Rewards are not looked at.
 """
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,12 @@ FPS = 30
 def tasks() -> Mapping[str, Sequence[str]]:
     """All that are registered, each for itself."""
     return {name: [name] for name in gymnasium.registry}
+
+
+def scene(task: str, options: EnvOptions) -> Scene:
+    """Of one of them, which must be made for it."""
+    with contextlib.closing(make(task, options)) as made:
+        return made.scene
 
 
 def make(task: str, options: EnvOptions) -> "GymnasiumEnv":

@@ -61,13 +61,35 @@ def tasks() -> Mapping[str, Sequence[str]]:
     return suites | {task: [task] for suite in suites.values() for task in suite}
 
 
-def make(task: str, options: EnvOptions) -> "Libero":
-    """One task. `options.shadows` changes nothing: LIBERO's lights cast none."""
+def scene(task: str, options: EnvOptions) -> Scene:
+    """Of one task: what the benchmark says of it, for which no world is built."""
     suite_name, _, index = task.partition("/")
     cameras = tuple(CAMERAS) if options.cameras is None else options.cameras
     for camera in cameras:
         if camera not in CAMERAS:
             raise UserError(f"libero has no camera {camera!r}; {nearest(camera, CAMERAS)}")
+    with _quiet(), _seeded():
+        benchmark, _ = _import_libero()
+        suite = benchmark.get_benchmark(f"libero_{suite_name}")()
+    return Scene(
+        name=f"libero/{task}",
+        robot="libero",
+        instruction=suite.get_task(int(index)).language,
+        fps=_FPS,
+        limit=options.limit or SUITES[suite_name].limit,
+        action_low=(-1.0,) * 7,
+        action_high=(1.0,) * 7,
+        train=range(40),
+        held_out=range(40, 50),
+        cameras=dict.fromkeys(cameras, (options.image_size, options.image_size)),
+        execute=5,  # as OpenPI's client
+    )
+
+
+def make(task: str, options: EnvOptions) -> "Libero":
+    """One task. `options.shadows` changes nothing: LIBERO's lights cast none."""
+    known = scene(task, options)
+    suite_name, _, index = task.partition("/")
     with _quiet(), _seeded():
         benchmark, control_env = _import_libero()
         suite = benchmark.get_benchmark(f"libero_{suite_name}")()
@@ -81,20 +103,7 @@ def make(task: str, options: EnvOptions) -> "Libero":
             # The limit is ours, too: robosuite's 1000 would raise.
             ignore_done=True,
         )
-    scene = Scene(
-        name=f"libero/{task}",
-        robot="libero",
-        instruction=suite.get_task(int(index)).language,
-        fps=_FPS,
-        limit=options.limit or SUITES[suite_name].limit,
-        action_low=(-1.0,) * 7,
-        action_high=(1.0,) * 7,
-        train=range(40),
-        held_out=range(40, 50),
-        cameras=dict.fromkeys(cameras, (options.image_size, options.image_size)),
-        execute=5,  # as OpenPI's client
-    )
-    return Libero(scene, simulator, starts)
+    return Libero(known, simulator, starts)
 
 
 class Libero(StartEnv):

@@ -91,6 +91,24 @@ def tasks() -> Mapping[str, Sequence[str]]:
     return {name: [name] for name in INSTRUCTIONS}
 
 
+def scene(task: str, options: EnvOptions) -> Scene:
+    """Of one task."""
+    _simulator()  # what is missing is told before anything is asked of it
+    return Scene(
+        name=f"metaworld/{task}",
+        robot="metaworld",
+        instruction=INSTRUCTIONS[task],
+        fps=80,
+        limit=options.limit or STEPS,
+        action_low=(-1.0,) * 4,
+        action_high=(1.0,) * 4,
+        train=range(10_000),
+        held_out=range(1_000_000, 1_010_000),
+        cameras=dict.fromkeys(_cameras(options), (options.image_size, options.image_size)),
+        things=THINGS,
+    )
+
+
 def make(task: str, options: EnvOptions) -> "MetaWorld":
     """One task."""
     return MetaWorld(task, options)
@@ -100,22 +118,7 @@ class MetaWorld(StartEnv):
     """A task. The start state is where its objects and its goal are, drawn by Meta-World from the state's number."""
 
     def __init__(self, task: str, options: EnvOptions) -> None:
-        self._cameras = _cameras(options)
-        super().__init__(
-            Scene(
-                name=f"metaworld/{task}",
-                robot="metaworld",
-                instruction=INSTRUCTIONS[task],
-                fps=80,
-                limit=options.limit or STEPS,
-                action_low=(-1.0,) * 4,
-                action_high=(1.0,) * 4,
-                train=range(10_000),
-                held_out=range(1_000_000, 1_010_000),
-                cameras=dict.fromkeys(self._cameras, (options.image_size, options.image_size)),
-                things=THINGS,
-            )
-        )
+        super().__init__(scene(task, options))
         self._options, self._task = options, task
         self._check = PictureCheck(self.scene.name)
         kinds, experts = _simulator()
@@ -152,7 +155,7 @@ class MetaWorld(StartEnv):
         return {
             "state": self._now[STATE].astype(np.float32),
             "environment_state": self._now.astype(np.float32),
-            **{name: self._picture(name.removeprefix("images/")) for name in self._cameras},
+            **{name: self._picture(name.removeprefix("images/")) for name in self.scene.cameras},
         }
 
     def render(self) -> UInt8[np.ndarray, "h w 3"]:

@@ -1,7 +1,7 @@
 """Episodes of a policy: many environments, one call of the policy for half of them while the others act.
 
-An episode depends on its start state, its seed and who acts, and on nothing else: not on how many others go on beside
-it, nor on how many processes they are spread over. That is what makes two evaluations comparable.
+An episode depends on its task, its start state, its seed and who acts, and on nothing else: not on how many others, of
+which tasks, go on beside it, nor on how many processes they are spread over. So two evaluations can be compared.
 """
 
 import collections
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from pistar.envs.env import Ending, Seen
+from pistar.envs.env import Ending, Scene, Seen, nearest
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Begin, Fault, Go, Script, Went
 from pistar.errors import UserError
@@ -35,6 +35,8 @@ class Request:
     """Which of those asked for, in their order."""
     place: int
     """In the batch: the same one for a whole episode, below `batch_size` of the environments."""
+    task: str = ""
+    """The environment's name."""
 
 
 def batch_size(environments: int) -> int:
@@ -56,6 +58,8 @@ class Rollout:
     faults: tuple[Fault, ...]
     """What went wrong before it went right; each time it began anew."""
     film: tuple[UInt8[np.ndarray, "h w 3"], ...] = ()
+    task: str = ""
+    """The environment's name."""
 
 
 @dataclasses.dataclass
@@ -70,11 +74,12 @@ class Clock:
     steps: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Running:
     """An episode under way."""
 
     index: int
+    task: str
     start_id: int
     now: Seen = dataclasses.field(default_factory=dict)
     seen: list[Mapping[str, np.ndarray]] = dataclasses.field(default_factory=list)
@@ -102,7 +107,7 @@ class _Running:
 
 def roll_out(
     environments: Environments,
-    starts: Sequence[int],
+    starts: Sequence[int | tuple[str, int]],
     actor: Act | Script,
     *,
     execute: int,
@@ -111,20 +116,18 @@ def roll_out(
     seed: int | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Rollout]:
-    """An episode from each of these start states, in their order.
+    """An episode from each of these start states, in their order: numbers, or (task, number) where tasks are several.
 
     `execute`: so many actions of each chunk, then the policy is asked again. `record`: keep what was seen, after every
     step; else episodes have no observations, and cameras see only what the policy is shown. `films`: of how many
     episodes pictures for people are kept. `seed`: whatever the actor's random numbers were made of, for the record.
     """
-    scene = environments.scene
     if execute < 1 or execute > environments.chunk:
         raise UserError(f"execute is {execute}; it must be from 1 to {environments.chunk} actions of a chunk.")
-    for start_id in starts:
-        scene.check_start(start_id)
-    clock = Clock() if clock is None else clock
-    pending = collections.deque(_Running(index, start_id) for index, start_id in enumerate(starts))
+    scenes, clock = environments.scenes, Clock() if clock is None else clock
+    pending = collections.deque(_Running(index, *_of_a_task(start, scenes)) for index, start in enumerate(starts))
     running: dict[int, _Running] = {}
+    last_tasks: dict[int, str] = {}
     finished: dict[int, Rollout] = {}
     script = actor if isinstance(actor, Script) else None
     told = 0
@@ -137,28 +140,30 @@ def roll_out(
                 one.begin_again(answer)
                 if sum(fault.kind != "lost" for fault in one.faults) < TRIES:
                     continue
-                finished[one.index] = Rollout(one.start_id, None, tuple(one.faults))
+                finished[one.index] = Rollout(one.start_id, None, tuple(one.faults), task=one.task)
             else:
                 one.take(answer, record)
                 if answer.ending == "goes on" and not answer.truncated:
                     continue
-                episode = _episode(one, answer.ending, scene.instruction, seed)
-                finished[one.index] = Rollout(one.start_id, episode, tuple(one.faults), tuple(one.film))
+                episode = _episode(one, answer.ending, scenes[one.task].instruction, seed)
+                finished[one.index] = Rollout(one.start_id, episode, tuple(one.faults), tuple(one.film), one.task)
             del running[slot]
 
     def tell(group: range) -> None:
         """Give free environments an episode, and all of these something to do."""
-        for slot in group:
-            if slot not in running and pending:
-                running[slot] = pending.popleft()
+        free = [slot for slot in group if slot not in running]
+        next_ones = [pending.popleft() for _ in range(min(len(free), len(pending)))]
+        running.update(_settle_in(free, next_ones, last_tasks))
         here = {slot: running[slot] for slot in group if slot in running}
         begins = {
-            slot: Begin(one.start_id, script, film=one.index < films) for slot, one in here.items() if not one.begun
+            slot: Begin(one.start_id, script, film=one.index < films, task=one.task)
+            for slot, one in here.items()
+            if not one.begun
         }
         acting = {slot: one for slot, one in here.items() if one.begun}
         if script is None:
             asked = {slot - group.start: one for slot, one in acting.items()}
-            chunks = _ask(asked, actor, scene.instruction, execute, clock)  # type: ignore[arg-type]  # no script
+            chunks = _ask(asked, actor, scenes, execute, clock)  # type: ignore[arg-type]  # no script
             gos = {slot: Go(chunks[slot - group.start], record) for slot in acting}
         else:
             gos = {slot: Go(environments.chunk, record) for slot in acting}
@@ -179,14 +184,49 @@ def roll_out(
             tell(group)
 
 
+def _of_a_task(start: int | tuple[str, int], scenes: Mapping[str, Scene]) -> tuple[str, int]:
+    if isinstance(start, tuple):
+        task, start_id = start
+        if task not in scenes:
+            raise UserError(f"These environments have no task {task!r}; {nearest(task, scenes)}")
+    elif len(scenes) == 1:
+        (task,), start_id = scenes, start
+    else:
+        raise UserError(
+            f"Start state {start} could be of any of {len(scenes)} tasks; give pairs of a task and a number."
+        )
+    scenes[task].check_start(start_id)
+    return task, start_id
+
+
+def _settle_in(slots: Sequence[int], ones: Sequence[_Running], last_tasks: dict[int, str]) -> dict[int, _Running]:
+    """A slot for each of these episodes: a free one whose last was of its task, if there is one, as that is built."""
+    settled: dict[int, _Running] = {}
+    left = list(ones)
+    for slot in slots:
+        if (at_home := next((one for one in left if one.task == last_tasks.get(slot)), None)) is not None:
+            settled[slot] = at_home
+            left.remove(at_home)
+    settled.update(zip((slot for slot in slots if slot not in settled), left, strict=False))
+    last_tasks.update({slot: one.task for slot, one in settled.items()})
+    return settled
+
+
 def _ask(
-    acting: dict[int, _Running], actor: Act, instruction: str, execute: int, clock: Clock
+    acting: dict[int, _Running], actor: Act, scenes: Mapping[str, Scene], execute: int, clock: Clock
 ) -> dict[int, Float[np.ndarray, "k a"]]:
     """One call for everybody, by their places."""
     if not acting:
         return {}
     requests = [
-        Request({**one.now, "prompt": np.asarray(instruction)}, one.start_id, one.steps, one.index, place)
+        Request(
+            {**one.now, "prompt": np.asarray(scenes[one.task].instruction)},
+            one.start_id,
+            one.steps,
+            one.index,
+            place,
+            one.task,
+        )
         for place, one in acting.items()
     ]
     since = time.perf_counter()

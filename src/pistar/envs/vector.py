@@ -1,52 +1,68 @@
-"""Many environments at once, over worker processes that may fail.
+"""Many environments at once, over workers that may fail.
 
 Gymnasium's vector environments step all of theirs together, start episodes by themselves and stop at the first error.
 Here each is told on its own what to do, a whole chunk at a time, and a worker that dies or hangs is replaced.
 """
 
-import contextlib
-import mmap
-import os
-import queue
-import socket
-import subprocess
-import sys
-import threading
+import dataclasses
+import itertools
 import time
-from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
-from pistar.envs.env import EnvOptions, Scene
-from pistar.envs.worker import Begin, Fault, Go, Pictures, Simulators, Went
+from pistar.envs.engine import Engine, Gone, Worker
+from pistar.envs.env import EnvOptions, Scene, nearest
+from pistar.envs.processes import Processes
+from pistar.envs.ray_workers import RayActors
+from pistar.envs.worker import Begin, Crew, Fault, Go, Simulators, Went
 from pistar.errors import UserError
 
-BUILD_SECONDS = 600
+ENGINES: dict[str, Callable[[int | None], Engine]] = {"processes": Processes, "ray": RayActors}
+"""By name, for so many workers."""
 
 
 class Environments:
-    """So many environments of one kind, numbered. They are told what to do and heard; `do` is both."""
+    """So many environments, numbered, of one task or of several. They are told what to do and heard; `do` is both."""
+
+    scenes: Mapping[str, Scene]
+    """By the names of the tasks, in the order they were given."""
 
     def __init__(
         self,
-        name: str,
+        name: str | Sequence[str],
         options: EnvOptions = EnvOptions(),  # noqa: B008  # frozen
         *,
         count: int,
         workers: int | None = None,
         chunk: int = 64,
         patience: float = 120.0,
+        spare: int = 0,
+        engine: str = "processes",
     ) -> None:
         """`workers`: processes, as many as cores if None; 0 for none but this one, which suits cheap simulators.
+        `engine`: where they are, one of `ENGINES`: `processes` of this machine, or actors of `ray`, on many.
         `chunk`: at most so many actions at once. `patience`: seconds without an answer after which a worker hangs.
+
+        Of several tasks each environment is now of one and then of another, as its episodes are. A worker keeps as many
+        simulators as it has environments, and `spare` more, which saves building them when a task comes again.
         """
+        names = [name] if isinstance(name, str) else list(dict.fromkeys(name))
+        if not names:
+            raise UserError("There is no task to make environments of; name at least one.")
         if count < 1:
             raise UserError(f"count is {count}; at least 1 environment is needed.")
         if workers is not None and workers < 0:
             raise UserError(f"workers is {workers}; give the number of processes, or 0 to use none.")
-        workers = min(count, os.cpu_count() or 1 if workers is None else workers)
+        if spare < 0:
+            raise UserError(f"spare is {spare}; give the number of simulators to keep beyond those in use, or 0.")
+        if engine not in ENGINES:
+            raise UserError(f"There is no engine {engine!r}; {nearest(engine, ENGINES)}")
+        if workers == 0 and engine != "processes":
+            raise UserError(
+                f"workers is 0, which is this process alone, and the engine {engine}; give at least 1 worker."
+            )
         self.count, self.chunk = count, chunk
-        self._name, self._options, self._patience = name, options, patience
+        self._patience = patience
         self._lost: dict[int, Fault] = {}
         """Environments whose episode went with its worker, until they begin another."""
         self._heard: dict[int, Went | Fault | UserError] = {}
@@ -54,20 +70,30 @@ class Environments:
         self._told = 0
         self._awaited: dict[int, int] = {}
         """Which of all that was told each environment is to answer."""
+        self._crew = Crew(names, options, count, spare, names)
         self._here: Simulators | None = None
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         if workers == 0:
-            self._here = Simulators(name, options, count)
-            self.scene: Scene = self._here.scene
+            self._here = Simulators(self._crew)
+            self.scenes = _agreeing(self._here.scenes)
             return
+        self._engine = ENGINES[engine](None if workers is None else min(count, workers))
         try:
+            workers = min(count, self._engine.cores if workers is None else workers)
             for number in range(workers):
-                self._workers.append(_Worker(name, options, range(number, count, workers), chunk))
-            scenes = [worker.ready() for worker in self._workers]
+                self._workers.append(self._start(number, workers))
+            told = {name: scene for worker in self._workers for name, scene in worker.ready().items()}
+            self.scenes = _agreeing({name: told[name] for name in names})
+            for worker in self._workers:
+                worker.prepare(self.scene.cameras)
         except BaseException:
             self.close()
             raise
-        self.scene = scenes[0]
+
+    @property
+    def scene(self) -> Scene:
+        """Of the first task. Robot, cameras and limits of actions are those of all."""
+        return next(iter(self.scenes.values()))
 
     def __enter__(self) -> "Environments":
         return self
@@ -85,6 +111,8 @@ class Environments:
         for worker in self._workers:
             worker.end()
         self._workers = []
+        if self._here is None:
+            self._engine.close()
 
     def do(self, commands: Mapping[int, Begin | Go]) -> dict[int, Went | Fault]:
         """Tell each of these what to do, and wait for all. After a fault the episode must begin again."""
@@ -105,8 +133,7 @@ class Environments:
             if slot in self._lost:  # with a worker, while others of its episodes were spoken of
                 self._heard[slot] = self._lost[slot]
                 continue
-            number, inner = self._place(slot)
-            self._workers[number].tell(slot, self._told, (inner, command))
+            self._workers[slot % len(self._workers)].tell(slot, self._told, command)
 
     def hear(self, slots: Iterable[int]) -> dict[int, Went | Fault]:
         """Wait for the answers of all of these. What others say meanwhile is kept for when it is asked for."""
@@ -114,17 +141,13 @@ class Environments:
         if strangers := awaited - self._awaited.keys():
             raise RuntimeError(f"environments {sorted(strangers)} were told nothing, or by somebody who forgot them")
         while missing := awaited - self._heard.keys():
-            numbers = sorted({self._place(slot)[0] for slot in missing})
-            connections = {self._workers[number].connection: number for number in numbers}
-            for connection in wait(list(connections), timeout=1.0):
-                number = connections[connection]  # type: ignore[index]  # it gives back what it was given
-                worker = self._workers[number]
+            numbers = sorted({slot % len(self._workers) for slot in missing})
+            doors = {self._workers[number].door: number for number in numbers}
+            for door in self._engine.wait(list(doors), 1.0):
                 try:
-                    slot, told, answer = worker.hear()
-                except (EOFError, OSError):
-                    self._replace(number, Fault("died", f"its worker ended with code {worker.process.wait()}"))
-                    continue
-                self._note(slot, told, answer)
+                    self._note(*self._workers[doors[door]].hear())
+                except Gone as gone:
+                    self._replace(doors[door], Fault("died", str(gone)))
             for number in numbers:
                 worker = self._workers[number]
                 if worker.unheard and time.monotonic() - worker.last_heard > self._patience:
@@ -146,98 +169,38 @@ class Environments:
         if self._awaited.get(slot) == told:
             self._heard[slot] = answer
 
-    def _place(self, slot: int) -> tuple[int, int]:
-        """Whose an environment is, and which of its own."""
-        return slot % len(self._workers), slot // len(self._workers)
+    def _start(self, number: int, workers: int) -> Worker:
+        """One of so many workers. Each tells its share of the scenes, and at least one: that loads the simulator."""
+        slots = range(number, self.count, workers)
+        names = self._crew.names
+        crew = dataclasses.replace(self._crew, slots=len(slots), asked=names[number::workers] or names[:1])
+        return self._engine.start(crew, slots, self.chunk)
 
     def _replace(self, number: int, fault: Fault) -> None:
         """Another worker for one that is gone. All its episodes are lost; the fault is that of whoever it was at."""
         gone = self._workers[number]
         gone.end()
         beside = Fault("lost", f"with its worker, which {fault.kind} at another episode")
-        faults = dict.fromkeys(range(number, self.count, len(self._workers)), beside) | {gone.unheard[0][0]: fault}
+        faults = dict.fromkeys(gone.slots, beside) | {gone.unheard[0][0]: fault}
         self._lost |= faults
         for slot, told in gone.unheard:
             self._note(slot, told, faults[slot])
-        self._workers[number] = _Worker(self._name, self._options, gone.slots, self.chunk)
+        self._workers[number] = self._start(number, len(self._workers))
         self._workers[number].ready()
+        self._workers[number].prepare(self.scene.cameras)
         for worker in self._workers:
             worker.last_heard = time.monotonic()  # nobody was listened to meanwhile
 
 
-class _Worker:
-    """A process, its pipe and the memory it leaves pictures in."""
-
-    def __init__(self, name: str, options: EnvOptions, slots: range, chunk: int) -> None:
-        self.slots, self._name, self._steps = slots, name, chunk
-        self.unheard: list[tuple[int, int]] = []
-        """Environments, of all there are, that were told something and have not answered, in that order, and what."""
-        self.last_heard = time.monotonic()
-        ours, theirs = socket.socketpair()
-        self._memory = os.memfd_create("pictures")
-        threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-        # Not `-m`: what is pickled must be found where both sides have it.
-        program = f"from pistar.envs.worker import serve; serve({theirs.fileno()}, {self._memory})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            pass_fds=(theirs.fileno(), self._memory),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt is for us; it ends when its pipe does
-            env={**os.environ, **threads},
-        )
-        theirs.close()
-        self.connection = Connection(ours.detach())
-        self.connection.send({"path": sys.path, "name": name, "options": options, "slots": len(slots)})
-        # From a thread: a worker that waits for us to hear it does not listen.
-        self._outbox: queue.SimpleQueue[tuple[int, Begin | Go] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._send, name="to a simulator", daemon=True).start()
-
-    def ready(self) -> Scene:
-        """Once its simulators stand."""
-        try:
-            if not self.connection.poll(BUILD_SECONDS):
-                raise UserError(f"{self._name} was not built within {BUILD_SECONDS} s; try it with fewer environments.")
-            scene = self.connection.recv()
-        except (EOFError, OSError) as error:
+def _agreeing(scenes: Mapping[str, Scene]) -> Mapping[str, Scene]:
+    """Refuse those one policy could not act in at the same time."""
+    (first, one), *others = scenes.items()
+    fields = {"robots": "robot", "cameras": "cameras", "lowest actions": "action_low", "highest actions": "action_high"}
+    for (name, other), (what, field) in itertools.product(others, fields.items()):
+        mine, theirs = getattr(one, field), getattr(other, field)
+        if mine != theirs:
             raise UserError(
-                f"A worker for {self._name} ended with code {self.process.wait()} before it began; see above for why."
-            ) from error
-        if isinstance(scene, UserError):
-            raise scene
-        assert isinstance(scene, Scene)
-        size = Pictures.size(scene.cameras, len(self.slots), self._steps)
-        os.ftruncate(self._memory, size)
-        self.pictures = Pictures(mmap.mmap(self._memory, size), scene.cameras, len(self.slots), self._steps)
-        self.connection.send((len(self.slots), self._steps))
-        return scene
-
-    def tell(self, slot: int, told: int, command: tuple[int, Begin | Go]) -> None:
-        """One of its environments, by its own number, what to do."""
-        if not self.unheard:
-            self.last_heard = time.monotonic()  # it had nothing to say
-        self.unheard.append((slot, told))
-        self._outbox.put(command)
-
-    def _send(self) -> None:
-        with contextlib.suppress(OSError):  # it died: noticed when it is listened to
-            while (command := self._outbox.get()) is not None:
-                self.connection.send(command)
-
-    def hear(self) -> tuple[int, int, Went | Fault | UserError]:
-        """Its next answer: from which environment, to what, and the answer."""
-        inner, answer, looks = self.connection.recv()
-        self.last_heard = time.monotonic()
-        slot, told = self.unheard.pop(0)  # it answers in order
-        assert slot == self.slots[inner]
-        if isinstance(answer, Went):
-            answer = self.pictures.take(inner, answer, looks)
-        return slot, told, answer
-
-    def end(self) -> None:
-        """At once: it holds nothing worth keeping."""
-        self._outbox.put(None)
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
-        with contextlib.suppress(OSError):
-            os.close(self._memory)
+                f"{first} and {name} cannot be run together, their {what} differ ({mine} and {theirs}): one policy is "
+                "shown them all and moves them all. Run them one after the other."
+            )
+    return scenes

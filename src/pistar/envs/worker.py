@@ -10,14 +10,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv, make_env
+from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
+from pistar.envs.pool import Pool
 from pistar.errors import UserError
 
 Behaviour = Callable[[], np.ndarray]
@@ -50,6 +51,8 @@ class Begin:
     script: Script | None = None
     film: bool = False
     """Whether people want to see this episode."""
+    task: str | None = None
+    """The environment's name; None: the first there is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +89,37 @@ class Fault:
     detail: str
 
 
-class Simulators:
-    """Environments of one kind, side by side in this process."""
+@dataclasses.dataclass(frozen=True)
+class Crew:
+    """What a worker is to hold."""
 
-    def __init__(self, name: str, options: EnvOptions, slots: int) -> None:
-        self._name, self._options = name, options
-        self._envs = [make_env(name, options) for _ in range(slots)]
+    names: Sequence[str]
+    """Of the tasks it may be told to begin."""
+    options: EnvOptions
+    slots: int
+    spare: int = 0
+    """Environments kept beyond one for each slot."""
+    asked: Sequence[str] = ()
+    """Tasks whose scenes it is to tell."""
+
+
+class Simulators:
+    """Environments side by side in this process, each of the task it was last told to begin."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._first, *others = crew.names
+        self._pool = Pool(crew.options, crew.slots, crew.spare)
         self._scripts: dict[int, Behaviour] = {}
         self._films: set[int] = set()
-        self.scene: Scene = self._envs[0].scene
+        # Of one task all will be needed; of several nobody knows yet which.
+        self.scenes: dict[str, Scene] = (
+            {name: self._pool.scene(name) for name in crew.asked}
+            if others
+            else {self._first: self._pool.fill(self._first)}
+        )
 
     def obey(self, slot: int, command: Begin | Go) -> Went | Fault:
-        """Do it. What goes wrong inside is an answer; that environment is made anew."""
+        """Do it. What goes wrong inside is an answer; that environment is not used again."""
         since = time.process_time()
         try:
             went = self._begin(slot, command) if isinstance(command, Begin) else self._go(slot, command)
@@ -105,17 +127,19 @@ class Simulators:
             raise
         except Exception as error:  # a simulator may raise anything
             where = traceback.extract_tb(error.__traceback__)[-1]
-            self._envs[slot] = make_env(self._name, self._options)
+            self._pool.drop(slot)
             return Fault(
                 "raised", f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
             )
         broken = [name for name, values in went.seen.items() if not np.isfinite(values).all()]
         if broken:
             return Fault("not finite", f"observation {broken[0]} has NaN or Inf")
+        if went.ending != "goes on" or went.truncated:
+            self._pool.leave(slot)
         return dataclasses.replace(went, seconds=time.process_time() - since)
 
     def _begin(self, slot: int, begin: Begin) -> Went:
-        env = self._envs[slot]
+        env = self._pool.take(slot, begin.task or self._first)
         env.begin(begin.start_id)
         self._scripts.pop(slot, None)
         if begin.script is not None:
@@ -127,7 +151,7 @@ class Simulators:
         return Went(_stack([env.observe()]), np.zeros((0, env.scene.action_dim)), film=film)
 
     def _go(self, slot: int, go: Go) -> Went:
-        env = self._envs[slot]
+        env = self._pool.held(slot)
         seen: list[Seen] = []
         done: list[np.ndarray] = []
         film: list[np.ndarray] = []
@@ -192,17 +216,16 @@ class Pictures:
 def serve(pipe: int, memory: int) -> None:
     """Until the pipe closes."""
     with Connection(pipe) as connection:
-        told: dict[str, Any] = connection.recv()
-        sys.path[:] = told["path"]
+        sys.path[:], crew = connection.recv()
         try:
-            simulators = Simulators(told["name"], told["options"], told["slots"])
+            simulators = Simulators(crew)
         except UserError as error:
             connection.send(error)
             return
-        connection.send(simulators.scene)
-        slots, steps = connection.recv()
-        cameras = simulators.scene.cameras
-        pictures = Pictures(mmap.mmap(memory, Pictures.size(cameras, slots, steps)), cameras, slots, steps)
+        connection.send(simulators.scenes)
+        cameras, steps = connection.recv()
+        size = Pictures.size(cameras, crew.slots, steps)
+        pictures = Pictures(mmap.mmap(memory, size), cameras, crew.slots, steps)
         while True:
             try:
                 slot, command = connection.recv()

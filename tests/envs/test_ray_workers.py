@@ -1,0 +1,149 @@
+"""Simulators in Ray's actors: a real Ray on this machine, started once for all of these."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs.test_rollout import head_home, same
+from pistar.envs.env import EnvOptions
+from pistar.envs.ray_workers import RayActors
+from pistar.envs.rollout import Request, Rollout, roll_out
+from pistar.envs.vector import Environments
+from pistar.envs.worker import Begin, Fault, Go, Went
+from pistar.errors import UserError
+
+ray = pytest.importorskip("ray", reason="needs ray")
+pytestmark = pytest.mark.xdist_group("ray")
+
+TOY = "envs.toy:make"
+LEFT, RIGHT = "envs.many:left", "envs.many:right"
+STARTS = list(range(100, 108))
+
+
+@pytest.fixture(scope="module")
+def trouble(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Known to the actors, which have the environment of when Ray began."""
+    folder = tmp_path_factory.mktemp("trouble")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOY_TROUBLE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running(trouble: Path) -> Iterator[None]:
+    """Ours, as it is started where there is none; a shared one, so that it lives until the last test."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert not ray.is_initialized()
+    engine = RayActors(2)
+    assert engine.cores == 2
+    assert signal.getsignal(signal.SIGTERM) == before, "a run may want to save before it ends"
+    yield
+    assert ray.is_initialized(), "for us, whoever else has come and gone"
+    engine.close()
+    assert not ray.is_initialized()
+
+
+def episodes(engine: str) -> list[Rollout]:
+    options = EnvOptions(cameras=("a", "b"), image_size=200, limit=30)  # more than Ray sends without its store
+    with Environments(TOY, options, count=4, workers=2, engine=engine) as envs:
+        return list(roll_out(envs, STARTS, head_home, execute=5, record=True, films=1, seed=3))
+
+
+@pytest.fixture(scope="module")
+def expected(trouble: Path) -> list[Rollout]:
+    """Over processes."""
+    return episodes("processes")
+
+
+def test_episodes_are_those_of_processes_to_the_bit(expected: list[Rollout]) -> None:
+    found = episodes("ray")
+    for one, other in zip(found, expected, strict=True):
+        same(one.episode, other.episode)
+        np.testing.assert_array_equal(one.film, other.film)
+    assert found[0].episode is not None
+    assert all(seen.flags.writeable for seen in found[0].episode.observations.values())
+
+
+@pytest.mark.parametrize(("kind", "told"), [("kill", "died"), ("hang", "hung"), ("raise", "raised")])
+def test_episodes_a_fault_hit_are_run_again(expected: list[Rollout], trouble: Path, kind: str, told: str) -> None:
+    (trouble / f"103.{kind}").touch()
+    options = EnvOptions(cameras=("a", "b"), image_size=200, limit=30)
+    with Environments(TOY, options, count=4, workers=2, patience=2.0, engine="ray") as envs:
+        found = list(roll_out(envs, STARTS, head_home, execute=5, record=True, seed=3))
+    for one, other in zip(found, expected, strict=True):
+        same(one.episode, other.episode)
+    assert [fault.kind for fault in found[3].faults] == [told]
+
+
+def test_a_killed_actor_is_replaced_and_its_other_episodes_are_known_to_be_lost() -> None:
+    with Environments(TOY, count=4, workers=2, engine="ray") as envs:
+        envs.do({slot: Begin(slot) for slot in range(4)})
+        os.kill(envs._workers[1].pid, signal.SIGKILL)
+        answers = envs.do({slot: Go(np.zeros((3, 2)), look=False) for slot in (0, 1, 2)})
+        assert isinstance(answers[0], Went)
+        assert isinstance(answers[2], Went)
+        assert answers[1] == Fault("died", "its worker is gone (ActorDiedError)")
+        beside = Fault("lost", "with its worker, which died at another episode")
+        assert envs.do({3: Go(np.zeros((3, 2)), look=False)}) == {3: beside}
+        again = envs.do({1: Begin(1), 3: Begin(3)})
+        assert all(isinstance(answer, Went) for answer in again.values())
+
+
+def test_several_tasks_have_one_engine_and_actors_know_nothing_of_models() -> None:
+    def act(requests: Sequence[Request]) -> np.ndarray:
+        return np.stack([np.full((3, 1), 0.1 * request.start_id) for request in requests])
+
+    starts = [(LEFT, 1), (RIGHT, 1), (RIGHT, 2), (LEFT, 2), (LEFT, 3)]
+    found = []
+    for engine in ("processes", "ray"):
+        with Environments([LEFT, RIGHT], count=3, workers=2, engine=engine) as envs:
+            found.append(list(roll_out(envs, starts, act, execute=3, record=True)))
+            maps = Path(f"/proc/{envs._workers[0].pid}/maps").read_text()
+        assert "jaxlib" not in maps
+        assert "numpy" in maps
+    for one, other in zip(*found, strict=True):
+        assert one.task == other.task
+        same(one.episode, other.episode)
+
+
+def test_mistakes_are_told_as_anywhere() -> None:
+    with pytest.raises(UserError, match=r"Environment envs\.toy:nothing cannot be had"):
+        Environments("envs.toy:nothing", count=1, workers=1, engine="ray")
+    with (
+        pytest.raises(UserError, match="has no start state 9999"),
+        Environments(TOY, count=1, workers=1, engine="ray") as envs,
+    ):
+        envs.do({0: Begin(9999)})
+    with pytest.raises(UserError, match="workers is 0, which is this process alone, and the engine ray"):
+        Environments(TOY, count=1, workers=0, engine="ray")
+    with pytest.raises(UserError, match="There is no engine 'rya'; did you mean ray"):
+        Environments(TOY, count=1, workers=1, engine="rya")
+
+
+def test_a_ray_of_the_users_own_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayActors, "_sharing", 0)  # as if somebody else had begun it
+    engine = RayActors(1)
+    engine.close()
+    assert ray.is_initialized()
+    assert RayActors._sharing == 0
+
+
+def test_an_address_nobody_answers_at_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere:port")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    since = time.monotonic()
+    with pytest.raises(UserError, match="Ray cannot be had at RAY_ADDRESS nowhere:port"):
+        RayActors(1)
+    assert time.monotonic() - since < 10
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"ray is not there .*; pip install 'pistar-rl\[ray\]'"):
+        Environments(TOY, count=1, workers=1, engine="ray")
