@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pistar.errors import UserError
 from pistar.tables import from_table
-from pistar.training.experience import BestOf, Starts, load_best, load_starts, save_best, save_starts
+from pistar.training.experience import BestOf, Context, Starts, load_best, load_starts, save_best, save_starts
 from pistar.training.exploring import Chunks
 from pistar.training.online_config import Choice, ExplorationConfig, OnlineConfig, StartsConfig
 from pistar.types import Observation
@@ -29,57 +29,64 @@ def chunks(steps: int, mark: float = 0.0) -> Chunks:
     return Chunks(seen, np.full((rows, 3, 2), mark, np.float32), valid)
 
 
+TASK = "walk"
+
+
+def numbers(chosen: list[Context]) -> list[int]:
+    return sorted(start for _, start in chosen)
+
+
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
 @given(st.sampled_from(["uniform", "skip_solved", "curriculum", "unsolved_first"]), st.integers(1, 30))
 def test_choices_are_different_ones_of_the_pool(choice: Choice, count: int) -> None:
-    starts = Starts(StartsConfig(choice, pool=20), range(1000, 2000))
-    starts.learn(1003, 5, 5)
-    starts.learn(1004, 0, 5)
-    chosen = starts.choose(count, rng(), 0.5, without=[1000, 1001])
+    starts = Starts(StartsConfig(choice, pool=20), {TASK: range(1000, 2000)})
+    starts.learn((TASK, 1003), 5, 5)
+    starts.learn((TASK, 1004), 0, 5)
+    chosen = starts.choose(count, rng(), 0.5, without=[(TASK, 1000), (TASK, 1001)])
     assert len(set(chosen)) == len(chosen) <= count
-    assert set(chosen) <= set(range(1002, 1020))
+    assert set(chosen) <= {(TASK, start) for start in range(1002, 1020)}
     assert len(chosen) >= min(count, 17)
 
 
 def test_a_solved_start_is_passed_over_so_often_and_then_tried_again() -> None:
-    starts = Starts(StartsConfig("skip_solved", pool=2, skips=3), range(2))
-    starts.learn(0, 4, 4)
-    assert [starts.choose(2, rng(i), 0.0) for i in range(3)] == [[1]] * 3
-    assert sorted(starts.choose(2, rng(), 0.0)) == [0, 1]
-    starts.learn(0, 4, 4)
-    assert starts.choose(2, rng(), 0.0) == [1]
-    starts.learn(0, 3, 4)
-    assert sorted(starts.choose(2, rng(), 0.0)) == [0, 1]
+    starts = Starts(StartsConfig("skip_solved", pool=2, skips=3), {TASK: range(2)})
+    starts.learn((TASK, 0), 4, 4)
+    assert [starts.choose(2, rng(i), 0.0) for i in range(3)] == [[(TASK, 1)]] * 3
+    assert numbers(starts.choose(2, rng(), 0.0)) == [0, 1]
+    starts.learn((TASK, 0), 4, 4)
+    assert numbers(starts.choose(2, rng(), 0.0)) == [1]
+    starts.learn((TASK, 0), 3, 4)
+    assert numbers(starts.choose(2, rng(), 0.0)) == [0, 1]
 
 
 def test_when_all_are_solved_all_are_tried() -> None:
-    starts = Starts(StartsConfig("skip_solved", pool=3), range(3))
+    starts = Starts(StartsConfig("skip_solved", pool=3), {TASK: range(3)})
     for start in range(3):
-        starts.learn(start, 4, 4)
-    assert sorted(starts.choose(3, rng(), 0.0)) == [0, 1, 2]
+        starts.learn((TASK, start), 4, 4)
+    assert numbers(starts.choose(3, rng(), 0.0)) == [0, 1, 2]
 
 
 def shares(starts: Starts, progress: float = 0.0) -> np.ndarray:
     """How often each start is chosen."""
-    drawn = np.concatenate([starts.choose(1, rng(seed), progress) for seed in range(3000)])
+    drawn = np.concatenate([numbers(starts.choose(1, rng(seed), progress)) for seed in range(3000)])
     return np.bincount(drawn, minlength=4) / len(drawn)
 
 
 def test_unsolved_first_takes_solved_ones_seldom_and_unsolved_ones_twice_as_often() -> None:
-    starts = Starts(StartsConfig("unsolved_first", pool=4), range(4))
-    starts.learn(0, 5, 5)
-    starts.learn(1, 0, 5)
-    starts.learn(2, 2, 5)
+    starts = Starts(StartsConfig("unsolved_first", pool=4), {TASK: range(4)})
+    starts.learn((TASK, 0), 5, 5)
+    starts.learn((TASK, 1), 0, 5)
+    starts.learn((TASK, 2), 2, 5)
     np.testing.assert_allclose(shares(starts), np.array([0.15, 2, 1, 1]) / 4.15, atol=0.03)
 
 
 def test_the_curriculum_prefers_what_succeeds_about_as_often_as_its_target() -> None:
-    starts = Starts(StartsConfig("curriculum", pool=4, target=(1.0, 0.0), at_random=0.2), range(4))
+    starts = Starts(StartsConfig("curriculum", pool=4, target=(1.0, 0.0), at_random=0.2), {TASK: range(4)})
     for start, won in enumerate((0, 10, 5, 5)):
-        starts.learn(start, won, 10)
+        starts.learn((TASK, start), won, 10)
     early, late = shares(starts, 0.0), shares(starts, 1.0)
     assert early.argmax() == 1
     assert late.argmax() == 0
@@ -87,27 +94,27 @@ def test_the_curriculum_prefers_what_succeeds_about_as_often_as_its_target() -> 
 
 
 def test_the_shortest_successes_are_kept_and_seldom_ones_weigh_more() -> None:
-    starts, best = Starts(StartsConfig(), range(10)), BestOf(2)
+    starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
     for length, mark in ((9, 1.0), (5, 2.0), (7, 3.0), (5, 4.0)):
-        best.add(4, chunks(length, mark))
-    best.add(2, chunks(30, 5.0))
-    starts.learn(4, 4, 5)
-    starts.learn(2, 1, 5)
+        best.add((TASK, 4), chunks(length, mark))
+    best.add((TASK, 2), chunks(30, 5.0))
+    starts.learn((TASK, 4), 4, 5)
+    starts.learn((TASK, 2), 1, 5)
     kept = best.weighed(starts)
     assert [float(each.actions[0, 0, 0]) for each, _ in kept] == [5.0, 2.0, 4.0]
     np.testing.assert_allclose([weight for _, weight in kept], [1.2, 0.6, 0.6])
 
 
 def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
-    starts, best = Starts(StartsConfig(), range(10)), BestOf(2)
-    starts.learn(3, 2, 5)
-    starts.learn(7, 5, 5)
-    best.add(7, chunks(8, 1.0))
-    best.add(7, chunks(4, 2.0))
-    best.add(3, chunks(11, 3.0))
+    starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
+    starts.learn((TASK, 3), 2, 5)
+    starts.learn((TASK, 7), 5, 5)
+    best.add((TASK, 7), chunks(8, 1.0))
+    best.add((TASK, 7), chunks(4, 2.0))
+    best.add((TASK, 3), chunks(11, 3.0))
     save_starts(tmp_path, starts.known)
     save_best(tmp_path, best.kept)
-    again, kept = Starts(StartsConfig(), range(10)), BestOf(2)
+    again, kept = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
     load_starts(tmp_path, again)
     load_best(tmp_path, kept, ["b", "a"])
     assert again.known == starts.known
@@ -119,6 +126,14 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
         for camera in ("a", "b"):
             np.testing.assert_array_equal(one.observations.images[camera], other.observations.images[camera])
             np.testing.assert_array_equal(one.observations.image_masks[camera], other.observations.image_masks[camera])
+
+
+def test_start_states_of_several_tasks_are_chosen_together() -> None:
+    starts = Starts(StartsConfig("uniform", pool=3), {"push": range(10), "reach": range(100, 200)})
+    chosen = starts.choose(6, rng(), 0.0)
+    assert sorted(chosen) == [*(("push", n) for n in range(3)), *(("reach", n) for n in range(100, 103))]
+    starts.learn(("push", 1), 3, 4)
+    assert starts.known.keys() == {("push", 1)}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +153,7 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
         (lambda: from_table(OnlineConfig, {"replay": "all"}, "online"), "online.replay"),
         (lambda: from_table(StartsConfig, {"choice": "best"}, "starts"), "starts.choice"),
         (lambda: OnlineConfig(evaluate_every=-1), "evaluate_every is -1"),
-        (lambda: Starts(StartsConfig(), range(0)), "no start states to learn from"),
+        (lambda: Starts(StartsConfig(), {TASK: range(0)}), "no start states to learn from"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: object, message: str) -> None:

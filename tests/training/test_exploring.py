@@ -2,21 +2,39 @@
 
 import collections
 import dataclasses
+from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from envs.walk import make
 from metaworld_policy import fresh_checkpoint, request
+from pistar.agents.ript import Label
 from pistar.config import Pi0Config
+from pistar.data.norm_stats import NormStats
+from pistar.data.robots import aloha, input_transform
 from pistar.envs.env import EnvOptions, StartEnv
 from pistar.envs.rollout import Request, roll_out
 from pistar.envs.vector import Environments
-from pistar.training.exploring import Behaviour, Explorer, Mood, Plan, draw_mood, executed_chunks, join
+from pistar.errors import UserError
+from pistar.models.tokenizer import load_tokenizer
+from pistar.training.exploring import (
+    Behaviour,
+    Chunks,
+    Explorer,
+    Mood,
+    Plan,
+    PromptLabels,
+    draw_mood,
+    executed_chunks,
+    join,
+    stepwise_chunks,
+)
 from pistar.training.online_config import ExplorationConfig
 from pistar.training.policy import Policy, load_policy
-from pistar.types import Episode
+from pistar.types import Episode, Observation
 
 WALK = "envs.walk:make"
 KEY = jax.random.key(5)
@@ -186,3 +204,107 @@ def test_moods_come_in_their_shares(env: StartEnv) -> None:
 def test_no_share_is_the_policy_itself(env: StartEnv) -> None:
     rng = np.random.default_rng(0)
     assert {draw_mood(ExplorationConfig(), rng, env.scene, 17).kind for _ in range(50)} == {"plain"}
+
+
+def test_a_chunk_from_every_step_is_what_was_done_from_there_in_that_steps_own_frame() -> None:
+    """Relative actions, against a loop over steps: each chunk is relative to the state it begins at, not to the one the
+    policy looked at last; what was never executed is not learnt from."""
+    robot = aloha("relative", adapt_to_pi=False, cameras={})
+    robot = dataclasses.replace(robot, cameras={"base_0_rgb": None}, optional_cameras=())
+    stats = {
+        "state": NormStats(np.full(14, 0.1), np.full(14, 0.5)),
+        "actions": NormStats(np.full(14, -0.2), np.full(14, 2.0)),
+    }
+    tokenizer = load_tokenizer("tiny", 16)
+    inputs = input_transform(robot, stats, "zscore", tokenizer, action_dim=16, image_size=14, discrete_state=False)
+    rng = np.random.default_rng(0)
+    states, actions = rng.normal(size=(8, 14)).astype(np.float32), rng.normal(size=(7, 14)).astype(np.float32)
+    rewards = np.zeros(7, np.float32)
+    episode = Episode({"state": states}, actions, rewards, True, False, True, "fold")
+    chunks = stepwise_chunks(episode, inputs, 3)
+    assert len(chunks) == 7
+    for step in range(7):
+        np.testing.assert_allclose(chunks.observations.state[step, :14], (states[step] - 0.1) / (0.5 + 1e-6), rtol=1e-5)
+        for ahead in range(3):
+            assert chunks.valid[step, ahead] == (step + ahead < 7)
+            if step + ahead < 7:
+                relative = actions[step + ahead].copy()
+                for joint in (*range(6), *range(7, 13)):  # all but the grippers
+                    relative[joint] -= states[step, joint]
+                expected = (relative + 0.2) / (2.0 + 1e-6)
+                np.testing.assert_allclose(chunks.actions[step, ahead, :14], expected, rtol=1e-4, atol=1e-5)
+    tokens, _ = tokenizer.tokenize("fold", None)
+    np.testing.assert_array_equal(chunks.observations.tokenized_prompt, np.stack([tokens] * 7))
+
+
+def test_where_the_policy_looks_at_every_step_both_kinds_of_windows_agree(policy: Policy, env: StartEnv) -> None:
+    """Of plain episodes: a chunk's first action is what was sampled, also as it comes back from the robot's units."""
+    acting = explorer(policy, env, [Mood()] * 4)
+    with Environments(WALK, EnvOptions(), count=4, workers=0) as envs:
+        rollouts = list(roll_out(envs, [3, 4, 5, 6], acting, execute=1, record=True))
+    for number, rollout in enumerate(rollouts):
+        assert rollout.episode is not None
+        looked = executed_chunks(acting.plans[number], rollout.episode, 1)
+        every = stepwise_chunks(rollout.episode, policy.inputs, policy.config.action_horizon)
+        within = np.abs(rollout.episode.actions).max(axis=1) < 1  # beyond the limits less was executed than sampled
+        np.testing.assert_allclose(every.actions[within, 0, :4], looked.actions[within, 0, :4], atol=1e-5)
+        np.testing.assert_array_equal(every.observations.state, looked.observations.state)
+
+
+# --- Labels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def labels() -> PromptLabels:
+    return PromptLabels(load_tokenizer("tiny", 28), discrete_state=False, state_dim=17)
+
+
+def test_unlabelled_is_a_label_of_its_own(labels: PromptLabels, policy: Policy, env: StartEnv) -> None:
+    """What guidance goes away from is the prompt as it is, not the negative one."""
+    asked = {label: labels.tokens("go right", label, np.zeros(17))["tokenized_prompt"] for label in get_args(Label)}
+    plain, _ = labels.tokenizer.tokenize("go right", None)
+    np.testing.assert_array_equal(asked["none"], plain)
+    assert len({tokens.tobytes() for tokens in asked.values()}) == 3
+
+
+def test_guidance_goes_from_the_plain_prompt_to_the_positive_one_and_beyond(
+    labels: PromptLabels, policy: Policy, env: StartEnv
+) -> None:
+    """v = v_none + s·(v_positive − v_none), in one Euler step of the flow: x − v."""
+    params = {name: jnp.asarray(param, jnp.float32) for name, param in policy.params.items()}
+
+    def sampled(guidance: float | None) -> np.ndarray:
+        acting = explorer(policy, env, [Mood()])
+        acting.flow_steps, acting.model = 1, dataclasses.replace(policy.config, dtype="float32")
+        acting.behaviour = Behaviour(params, 7)
+        if guidance is not None:
+            acting.behaviour = Behaviour(params, 7, labels, guidance)
+        acting([ask(0)])
+        return acting.plans[0][0].chunk
+
+    plain, positive = sampled(None), sampled(1.0)
+    assert np.abs(plain - positive).max() > 1e-4, "or nothing would be told apart"
+    np.testing.assert_allclose(sampled(0.0), plain, atol=1e-6)
+    np.testing.assert_allclose(sampled(2.0), plain + 2 * (positive - plain), atol=1e-5)
+
+
+def test_a_label_that_would_be_cut_off_is_refused(labels: PromptLabels) -> None:
+    labels.check("push the puck to the goal")
+    with pytest.raises(UserError, match=r"takes 3\d tokens and model.max_token_len is 28: the label would be cut off"):
+        labels.check("pick up the puck and bring it to the goal")
+
+
+def test_labels_are_written_row_by_row(labels: PromptLabels) -> None:
+    seen = Observation(
+        images={},
+        image_masks={},
+        state=np.zeros((2, 17), np.float32),
+        tokenized_prompt=np.zeros((2, 28), np.int32),
+        tokenized_prompt_mask=np.zeros((2, 28), bool),
+    )
+    chunks = Chunks(seen, np.zeros((2, 5, 17), np.float32), np.ones((2, 5), bool))
+    told = labels.write(chunks, "go right", ["negative", "none"]).observations
+    for row, text in enumerate(("go right Advantage: negative", "go right")):
+        tokens, mask = labels.tokenizer.tokenize(text, None)
+        np.testing.assert_array_equal(told.tokenized_prompt[row], tokens)
+        np.testing.assert_array_equal(told.tokenized_prompt_mask[row], mask)

@@ -16,7 +16,9 @@ from pistar.agents.estimators import ema
 from pistar.errors import UserError
 from pistar.training.optimizers import (
     AdamWConfig,
+    ConstantSchedule,
     CosineSchedule,
+    LinearSchedule,
     Moments,
     RsqrtSchedule,
     Schedule,
@@ -68,6 +70,16 @@ def test_cosine_passes_through_hand_computed_points() -> None:
 def test_rsqrt_is_half_the_peak_after_three_timescales() -> None:
     schedule = make_schedule(RsqrtSchedule(warmup_steps=1, peak_lr=1.0, timescale=100.0))
     np.testing.assert_allclose([schedule(0), schedule(1), schedule(301)], [0.5, 1.0, 0.5], rtol=1e-6)
+
+
+def test_linear_and_constant_pass_through_hand_computed_points() -> None:
+    linear = make_schedule(LinearSchedule(warmup_steps=4, peak_lr=1.0, decay_steps=12, decay_lr=0.2))
+    steps = {0: 0.2, 2: 0.6, 4: 1.0, 6: 0.8, 8: 0.6, 12: 0.2, 100: 0.2}
+    np.testing.assert_allclose([linear(step) for step in steps], list(steps.values()), rtol=1e-6)
+    constant = make_schedule(ConstantSchedule(warmup_steps=4, peak_lr=1.0))
+    steps = {0: 0.2, 2: 0.6, 4: 1.0, 5: 1.0, 1000: 1.0}
+    np.testing.assert_allclose([constant(step) for step in steps], list(steps.values()), rtol=1e-6)
+    np.testing.assert_allclose(make_schedule(ConstantSchedule(peak_lr=3e-4))(0), 3e-4, rtol=1e-6)
 
 
 def test_constant_rate_without_warmup() -> None:

@@ -18,6 +18,10 @@ STARTS_FILE, BEST_FILE = "starts.json", "best.npz"
 """In a checkpoint: how start states went, and the successes that are kept."""
 
 
+Context = tuple[str, int]
+"""A task's name and one of its start states."""
+
+
 @dataclasses.dataclass
 class Start:
     """One start state so far."""
@@ -38,20 +42,24 @@ class Start:
 class Starts:
     """Chooses which start states are practised."""
 
-    def __init__(self, config: StartsConfig, available: Sequence[int]) -> None:
-        if not available:
+    def __init__(self, config: StartsConfig, available: Mapping[str, Sequence[int]]) -> None:
+        """`available`: of each task."""
+        self._config = config
+        self._pool = [(task, start) for task, starts in available.items() for start in starts[: config.pool]]
+        if not self._pool:
             raise UserError("The environment has no start states to learn from; choose another.")
-        self._config, self._pool = config, list(available[: config.pool])
-        self.known: dict[int, Start] = {}
+        self.known: dict[Context, Start] = {}
 
-    def choose(self, count: int, rng: np.random.Generator, progress: float, without: Sequence[int] = ()) -> list[int]:
+    def choose(
+        self, count: int, rng: np.random.Generator, progress: float, without: Sequence[Context] = ()
+    ) -> list[Context]:
         """So many different ones, or all there are. `progress`: how much of the run is over, from 0 to 1."""
         taken = set(without)
         free = [start for start in self._pool if start not in taken]
         choice = self._config.choice
         if choice == "skip_solved":
             order = [free[i] for i in rng.permutation(len(free))]
-            chosen: list[int] = []
+            chosen: list[Context] = []
             for start in order:
                 if len(chosen) == count:
                     break
@@ -66,7 +74,7 @@ class Starts:
         picked = rng.choice(len(free), min(count, len(free)), replace=False, p=weights / weights.sum())
         return [free[i] for i in picked]
 
-    def _pass_over(self, start: int) -> bool:
+    def _pass_over(self, start: Context) -> bool:
         known = self.known.get(start)
         if known is None or not known.last_solved:
             return False
@@ -76,7 +84,7 @@ class Starts:
         known.last_solved, known.skipped = False, 0  # forgotten, so it is tried again
         return False
 
-    def _weight(self, start: int, progress: float) -> float:
+    def _weight(self, start: Context, progress: float) -> float:
         known = self.known.get(start)
         if known is None or known.tries == 0:
             return 1.0
@@ -86,14 +94,14 @@ class Starts:
         target = first + (last - first) * progress
         return float(np.exp(-(((known.rate - target) / 0.25) ** 2))) + 1e-3
 
-    def learn(self, start: int, successes: int, tries: int) -> None:
+    def learn(self, start: Context, successes: int, tries: int) -> None:
         """How a group went."""
         known = self.known.setdefault(start, Start())
         known.tries += tries
         known.successes += successes
         known.last_solved, known.skipped = successes == tries, 0
 
-    def copy_of_known(self) -> dict[int, Start]:
+    def copy_of_known(self) -> dict[Context, Start]:
         """As it is now."""
         return {start: dataclasses.replace(one) for start, one in self.known.items()}
 
@@ -108,9 +116,9 @@ class BestOf:
 
     def __init__(self, keeps: int) -> None:
         self._keeps = keeps
-        self.kept: dict[int, list[Chunks]] = collections.defaultdict(list)
+        self.kept: dict[Context, list[Chunks]] = collections.defaultdict(list)
 
-    def add(self, start: int, chunks: Chunks) -> None:
+    def add(self, start: Context, chunks: Chunks) -> None:
         """A success, kept if it is among the shortest; the older one of two alike."""
         self.kept[start].append(chunks)
         self.kept[start].sort(key=lambda each: int(each.valid.sum()))
@@ -125,22 +133,25 @@ class BestOf:
         ]
 
 
-def save_starts(folder: Path, known: Mapping[int, Start]) -> None:
+def save_starts(folder: Path, known: Mapping[Context, Start]) -> None:
     """Into a checkpoint's folder."""
-    table = {start: dataclasses.asdict(one) for start, one in known.items()}
+    table = [{"task": task, "start": start, **dataclasses.asdict(one)} for (task, start), one in known.items()]
     (folder / STARTS_FILE).write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
 def load_starts(folder: Path, starts: Starts) -> None:
     """Back, into these."""
     table = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
-    starts.known = {int(start): Start(**one) for start, one in table.items()}
+    starts.known = {(one.pop("task"), one.pop("start")): Start(**one) for one in table}
 
 
-def save_best(folder: Path, kept: Mapping[int, Sequence[Chunks]]) -> None:
+def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]]) -> None:
     """Into a checkpoint's folder."""
-    starts = [start for start in sorted(kept) for _ in kept[start]]
-    arrays: dict[str, np.ndarray] = {"starts": np.array(starts, int)}
+    contexts = [context for context in sorted(kept) for _ in kept[context]]
+    arrays = {
+        "tasks": np.array([task for task, _ in contexts], str),
+        "starts": np.array([start for _, start in contexts], int),
+    }
     for number, chunks in enumerate(chunks for start in sorted(kept) for chunks in kept[start]):
         leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
         arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
@@ -153,9 +164,10 @@ def load_best(folder: Path, best: BestOf, cameras: Sequence[str]) -> None:
     numbers, like = jax.tree.flatten((_unchecked_observation(pictures), 0, 0))
     best.kept.clear()
     with np.load(folder / BEST_FILE) as arrays:
-        for number, start in enumerate(arrays["starts"].tolist()):
+        contexts = zip(arrays["tasks"].tolist(), arrays["starts"].tolist(), strict=True)
+        for number, context in enumerate(contexts):
             leaves = [arrays[f"{number}/{index}"] for index in range(len(numbers))]
-            best.kept[start].append(Chunks(*jax.tree.unflatten(like, leaves)))
+            best.kept[context].append(Chunks(*jax.tree.unflatten(like, leaves)))
 
 
 def _unchecked_observation(pictures: Mapping[str, int]) -> Observation:

@@ -15,7 +15,7 @@ import optax
 from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
 from pistar.config import RiptConfig
 from pistar.models.tokenizer import PromptTokenizer
-from pistar.training.experience import BestOf, load_best, save_best
+from pistar.training.experience import BestOf, Context, load_best, save_best
 from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
 from pistar.training.metrics import Window, add_windows, as_window
 from pistar.training.practice import Group, Practice, Practised, chance
@@ -35,8 +35,8 @@ class Lesson:
 class Kept:
     """What is kept of a group."""
 
-    start: int
-    task: str
+    start: Context
+    instruction: str
     lessons: Sequence[Lesson]
 
 
@@ -176,15 +176,15 @@ class Learner:
         if self._labels is None:
             return [lesson for each in kept for lesson in each.lessons]
         rng = np.random.default_rng([self._run.config.seed, iteration, 2**21])
-        return [self._label(lesson, each.task, rng) for each in kept for lesson in each.lessons]
+        return [self._label(lesson, each.instruction, rng) for each in kept for lesson in each.lessons]
 
-    def _label(self, lesson: Lesson, task: str, rng: np.random.Generator) -> Lesson:
+    def _label(self, lesson: Lesson, instruction: str, rng: np.random.Generator) -> Lesson:
         """Its chunks told how it went, but for some that are told nothing."""
         assert self._labels is not None
         label: Label = "positive" if lesson.advantage > 0 else "negative"
         dropped = rng.uniform(size=len(lesson.chunks)) < self._algorithm.label_dropout
         labels: list[Label] = ["none" if untold else label for untold in dropped]
-        return Lesson(self._labels.write(lesson.chunks, task, labels), lesson.advantage)
+        return Lesson(self._labels.write(lesson.chunks, instruction, labels), lesson.advantage)
 
     def _batch(self, chunks: Chunks, advantages: np.ndarray, picked: np.ndarray, update: int) -> RiptBatch:
         own = jax.tree.map(lambda rows: rows[picked], chunks.observations)

@@ -7,7 +7,7 @@ on where its last checkpoint stands, to the bit.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
@@ -25,7 +25,7 @@ from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, save_config
 from pistar.training.counting import wilson
 from pistar.training.evaluation import check_robot, needed_cameras
-from pistar.training.experience import Start, load_starts, save_starts
+from pistar.training.experience import Context, Start, load_starts, save_starts
 from pistar.training.health import (
     Course,
     Events,
@@ -55,7 +55,7 @@ def train(
     if several():
         raise UserError("RIPT runs on one host so far; leave the options for several out.")
     use_compilation_cache()
-    environment, online = _environment(config), config.online
+    tasks, online = _tasks(config), config.online
     folder, checkpoints = config.folder, config.folder / "checkpoints"
     start_from = claim_folder(config, console, resume=resume, overwrite=overwrite)
     run = prepare_online(config)
@@ -64,13 +64,14 @@ def train(
     for note in run.ground.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     with console.status("building the simulators …"):
-        envs = _build(run, environment)
+        envs = _build(run, tasks)
     with envs, StopRequest() as stop, jax.set_mesh(run.mesh):
         abstract = abstract_state(config, run.agent)
         where = state_sharding(abstract, run.mesh)
         practice = Practice(config, run.ground, envs)
         learner = Learner(run, practice, where)
-        learner.check(envs.scene.instruction)
+        for scene in envs.scenes.values():
+            learner.check(scene.instruction)
         _describe(run, envs, console)
         if dry_run:
             console.print("Dry run: weights, data and environment agree. Nothing was trained or written.")
@@ -114,9 +115,9 @@ def train(
             while iteration < config.steps and not course.finished and not stop.requested():
                 with console.status(f"iteration {iteration + 1} of {config.steps}: practising …"):
                     done = ahead.result() if ahead else learner.practise(learner.behaviour(state, iteration), iteration)
-                for start, fault, dropped in done.faults:
+                for (task, start), fault, dropped in done.faults:
                     what = "group dropped" if dropped else "episode run again"
-                    events.note(iteration, fault.kind, fault.detail, what, show=False, start_id=start)
+                    events.note(iteration, fault.kind, fault.detail, what, show=False, task=task, start_id=start)
                 done.measured["practice/policy_age"] = float(ahead is not None)
                 lessons = learner.lessons(done.kept, iteration)
                 known = practice.starts.copy_of_known()  # as learnt from so far, whoever practises meanwhile
@@ -185,7 +186,7 @@ def _rests(config: RLTrainConfig, iteration: int) -> bool:
     return _judges(config, iteration) or iteration % config.save_every == 0
 
 
-def _writer(course: Course, known: dict[int, Start], best: Callable[[Path], None]) -> Callable[[Path], None]:
+def _writer(course: Course, known: dict[Context, Start], best: Callable[[Path], None]) -> Callable[[Path], None]:
     """Writes what is remembered beside the weights, as it is now."""
     course = dataclasses.replace(course)
 
@@ -200,35 +201,39 @@ def _writer(course: Course, known: dict[int, Start], best: Callable[[Path], None
 # --- Where it practises -----------------------------------------------------------------------------------------------
 
 
-def _environment(config: RLTrainConfig) -> str:
-    """Its name, before anything is loaded."""
+def _tasks(config: RLTrainConfig) -> list[str]:
+    """Their names, before anything is loaded."""
     assert isinstance(config.algorithm, RiptConfig)
     name = config.online.environment
     if name is None:
         raise UserError(f"{config.name} names no environment; add --online.environment NAME, as metaworld/push-v3.")
-    tasks = find_tasks(name)
-    if len(tasks) != 1:
-        raise UserError(f"{name} has {len(tasks)} tasks; RIPT practises one so far: name it, as {tasks[0]}.")
     if config.online.exploration.misled and (config.prompt_format or config.model.model_type) == "pi05":
         raise UserError(
             "online.exploration.misled shifts the state among the model's inputs, and π₀.₅ reads it in its prompt; "
             "set it to 0."
         )
-    return str(tasks[0])
+    return [task for one in name.split(",") for task in find_tasks(one.strip())]
 
 
-def _build(run: OnlineRun, name: str) -> Environments:
+def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
     online, robot = run.config.online, run.ground.inputs.robot
     options = EnvOptions(cameras=needed_cameras(robot), limit=online.limit)
-    envs = Environments(name, options, count=online.environments, workers=online.workers)
+    envs = Environments(
+        tasks,
+        options,
+        count=online.environments,
+        workers=online.workers,
+        patience=online.hang_after,
+        engine=online.engine,
+    )
     try:
         check_robot(robot, envs.scene)
-        held_out = len(envs.scene.held_out)
-        if online.evaluate_episodes > held_out:
-            raise UserError(
-                f"online.evaluate_episodes is {online.evaluate_episodes} and {name} has {held_out} held-out start "
-                "states; take fewer."
-            )
+        for name, scene in envs.scenes.items():
+            if online.evaluate_episodes > len(scene.held_out):
+                raise UserError(
+                    f"online.evaluate_episodes is {online.evaluate_episodes} and {name} has {len(scene.held_out)} "
+                    "held-out start states; take fewer."
+                )
         horizon = run.config.model.action_horizon
         if (online.execute or 1) > horizon:
             raise UserError(f"online.execute is {online.execute}; the policy's chunks have {horizon} actions.")
@@ -244,9 +249,10 @@ def _build(run: OnlineRun, name: str) -> Environments:
 def _describe(run: OnlineRun, envs: Environments, console: Console) -> None:
     config, online, scene = run.config, run.config.online, envs.scene
     assert isinstance(config.algorithm, RiptConfig)
+    told = scene.name if len(envs.scenes) == 1 else f"{len(envs.scenes)} tasks of {online.environment}"
     explores = f"{online.exploration.total:.0%} of rollouts explore" if online.exploration.total else "no exploration"
     console.print(
-        f"{config.name}: {scene.name} ({scene.limit} steps), from {config.checkpoint}; {config.steps} iterations of "
+        f"{config.name}: {told} ({scene.limit} steps), from {config.checkpoint}; {config.steps} iterations of "
         f"{online.contexts} start states × {online.rollouts} rollouts ({config.algorithm.weighting}, replay "
         f"{online.replay}, {explores}); norm stats from {run.ground.norm_stats_from}; run in {config.folder}",
         markup=False,

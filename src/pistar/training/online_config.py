@@ -63,7 +63,7 @@ class StartsConfig:
     `curriculum`: rather those that succeed about as often as the target. `unsolved_first`: solved ones seldom, those
     tried and never solved twice as often."""
     pool: int = 400
-    """So many of the environment's, the first ones to learn from."""
+    """So many of each task's, the first ones to learn from."""
     skips: int = 3
     target: tuple[float, float] = (0.7, 0.5)
     """The curriculum's success rate, at the beginning of the run and at its end."""
@@ -145,7 +145,12 @@ class OnlineConfig:
     """An iteration: rollouts, updates, and now and then an evaluation."""
 
     environment: str | None = None
-    """As in `pistar eval --env`: metaworld/push-v3."""
+    """As in `pistar eval --env`: metaworld/push-v3, or libero/goal, whose tasks are all practised; several with commas
+    between them."""
+    engine: Literal["processes", "ray"] = "processes"
+    """Where simulators are: in processes of this machine, or in actors of Ray, on as many as it has."""
+    hang_after: float = 120.0
+    """Seconds without an answer after which a simulator's worker is taken to hang, and replaced."""
     limit: int | None = None
     """Steps of an episode. None: the environment's own."""
     execute: int | None = None
@@ -207,6 +212,8 @@ class OnlineConfig:
         for name in ("limit", "execute", "updates"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"online.{name} is {getattr(self, name)}; use at least 1, or none.")
+        if not self.hang_after > 0:
+            raise UserError(f"online.hang_after is {self.hang_after}; give a number of seconds (120).")
         if self.evaluate_every < 0:
             raise UserError(f"online.evaluate_every is {self.evaluate_every}; give a number of iterations, or 0.")
         if not 0 <= self.demonstrations < 1:

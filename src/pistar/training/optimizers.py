@@ -18,6 +18,42 @@ def _check_warmup(warmup_steps: int, peak_lr: float) -> None:
         raise UserError(f"peak_lr is {peak_lr}; a learning rate is a positive number (OpenPI uses 2.5e-5).")
 
 
+def _check_decay(warmup_steps: int, peak_lr: float, decay_steps: int, decay_lr: float) -> None:
+    if decay_steps <= warmup_steps:
+        raise UserError(
+            f"decay_steps is {decay_steps} but warmup_steps is {warmup_steps}; "
+            "decay_steps counts the warm-up too, make it larger."
+        )
+    if not 0 <= decay_lr <= peak_lr:
+        raise UserError(f"decay_lr is {decay_lr}; the rate falls to it from peak_lr {peak_lr}, use 0 to {peak_lr}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantSchedule:
+    """Linear warm-up to the peak, and there it stays."""
+
+    warmup_steps: int = 0
+    peak_lr: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_steps, self.peak_lr)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSchedule:
+    """Linear warm-up to the peak, a straight line down, constant from there on."""
+
+    warmup_steps: int = 1_000
+    peak_lr: float = 2.5e-5
+    decay_steps: int = 30_000
+    """The step at which the rate has come down, warm-up included."""
+    decay_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_steps, self.peak_lr)
+        _check_decay(self.warmup_steps, self.peak_lr, self.decay_steps, self.decay_lr)
+
+
 @dataclasses.dataclass(frozen=True)
 class CosineSchedule:
     """Linear warm-up to the peak, half a cosine down, constant from there on."""
@@ -31,16 +67,7 @@ class CosineSchedule:
 
     def __post_init__(self) -> None:
         _check_warmup(self.warmup_steps, self.peak_lr)
-        if self.decay_steps <= self.warmup_steps:
-            raise UserError(
-                f"decay_steps is {self.decay_steps} but warmup_steps is {self.warmup_steps}; "
-                "decay_steps counts the warm-up too, make it larger."
-            )
-        if not 0 <= self.decay_lr <= self.peak_lr:
-            raise UserError(
-                f"decay_lr is {self.decay_lr}; the rate falls to it from peak_lr {self.peak_lr}, "
-                f"use 0 to {self.peak_lr}."
-            )
+        _check_decay(self.warmup_steps, self.peak_lr, self.decay_steps, self.decay_lr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +85,7 @@ class RsqrtSchedule:
             raise UserError(f"timescale is {self.timescale}; it is a number of steps, use a positive one (10000).")
 
 
-Schedule = CosineSchedule | RsqrtSchedule
+Schedule = CosineSchedule | LinearSchedule | ConstantSchedule | RsqrtSchedule
 Moments = Literal["float32", "bfloat16", "factored"]
 
 
@@ -94,8 +121,10 @@ class AdamWConfig:
 def make_schedule(config: Schedule) -> optax.Schedule:
     """lr(k) = peak·(1/(w+1) + (1 − 1/(w+1))·k/w) for k < w = warmup_steps, then with j = k − w:
 
-    cosine  end + (peak − end)·(1 + cos(π·min(1, j/(decay_steps − w))))/2
-    rsqrt   peak / √(1 + j/timescale)
+    cosine    end + (peak − end)·(1 + cos(π·min(1, j/(decay_steps − w))))/2
+    linear    peak + (end − peak)·min(1, j/(decay_steps − w))
+    constant  peak
+    rsqrt     peak / √(1 + j/timescale)
     """
     first = config.peak_lr / (config.warmup_steps + 1)
     if isinstance(config, CosineSchedule):
@@ -104,10 +133,19 @@ def make_schedule(config: Schedule) -> optax.Schedule:
         )
     warmup = optax.linear_schedule(first, config.peak_lr, config.warmup_steps)
 
-    def rsqrt(step: jax.typing.ArrayLike) -> jax.Array:
-        return config.peak_lr / jnp.sqrt(1 + jnp.asarray(step) / config.timescale)
+    after: optax.Schedule
+    if isinstance(config, LinearSchedule):
+        steps = config.decay_steps - config.warmup_steps
+        after = optax.linear_schedule(config.peak_lr, config.decay_lr, steps)
+    elif isinstance(config, ConstantSchedule):
+        after = optax.constant_schedule(config.peak_lr)
+    else:
+        peak, timescale = config.peak_lr, config.timescale
 
-    return optax.join_schedules([warmup, rsqrt], [config.warmup_steps])
+        def after(step: jax.typing.ArrayLike) -> jax.Array:
+            return peak / jnp.sqrt(1 + jnp.asarray(step) / timescale)
+
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
 def make_optimizer(config: AdamWConfig) -> optax.GradientTransformation:

@@ -16,7 +16,7 @@ from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Fault
 from pistar.training.config import RLTrainConfig
-from pistar.training.experience import Starts
+from pistar.training.experience import Context, Starts
 from pistar.training.exploring import (
     ZERO_NOISE,
     Behaviour,
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class Group:
     """Rollouts of one start state, which judge each other."""
 
-    start: int
+    start: Context
     rollouts: Sequence[Rollout]
     plans: Sequence[Sequence[Plan]]
     moods: Sequence[Mood]
@@ -63,11 +63,11 @@ class Group:
 class Tally:
     """What is counted while practising."""
 
-    tried: list[int] = dataclasses.field(default_factory=list)
+    tried: list[Context] = dataclasses.field(default_factory=list)
     teaching: int = 0
     by_kind: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Of exploration: successes, of how many episodes."""
-    faults: list[tuple[int, Fault, bool]] = dataclasses.field(default_factory=list)
+    faults: list[tuple[Context, Fault, bool]] = dataclasses.field(default_factory=list)
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def count(self, group: Group) -> bool:
@@ -107,7 +107,7 @@ class Practised(Generic[T]):
     kept: Sequence[T]
     """Of each whole group what its learner keeps."""
     measured: dict[str, float]
-    faults: Sequence[tuple[int, Fault, bool]]
+    faults: Sequence[tuple[Context, Fault, bool]]
     """Of which start state, what, and whether its group had to be dropped."""
 
 
@@ -117,7 +117,7 @@ class Practice:
     def __init__(self, config: RLTrainConfig, ground: Ground, envs: Environments) -> None:
         self._config, self._envs, self._robot = config, envs, ground.inputs.robot
         inputs, horizon = ground.inputs, config.model.action_horizon
-        self.starts = Starts(config.online.starts, envs.scene.train)
+        self.starts = Starts(config.online.starts, {name: scene.train for name, scene in envs.scenes.items()})
         self.execute = min(config.online.execute or envs.scene.execute or horizon, horizon)
         self._inputs = input_transform(
             inputs.robot,
@@ -176,7 +176,7 @@ class Practice:
             keep=keep,
         )
 
-    def _groups(self, explorer: Explorer, starts: Sequence[int], *, record: bool, clock: Clock) -> Iterator[Group]:
+    def _groups(self, explorer: Explorer, starts: Sequence[Context], *, record: bool, clock: Clock) -> Iterator[Group]:
         """Each start state's rollouts as soon as they are done."""
         times = self._config.online.rollouts
         episodes = [start for start in starts for _ in range(times)]
@@ -195,14 +195,18 @@ class Practice:
 
     def judge(self, behaviour: Behaviour) -> dict[str, float]:
         """Successes on held-out start states: without noise, and with the flow's own. The same noise every time."""
-        starts = self._envs.scene.held_out[: self._config.online.evaluate_episodes]
+        episodes, scenes = self._config.online.evaluate_episodes, self._envs.scenes
+        starts = [(task, start) for task, scene in scenes.items() for start in scene.held_out[:episodes]]
         found: dict[str, float] = {}
         for name, mood in (("zero_noise", ZERO_NOISE), ("sampled", Mood())):
             explorer = self._explorer(behaviour, chance(self._config, 3), [mood] * len(starts), keep=False)
-            rollouts = roll_out(self._envs, starts, explorer, execute=self.execute)
-            ended = [rollout.episode for rollout in rollouts if rollout.episode is not None]
-            found[f"evaluation/{name}"] = float(sum(episode.success for episode in ended))
-            found[f"evaluation/{name}_of"] = float(len(ended))
+            for rollout in roll_out(self._envs, starts, explorer, execute=self.execute):
+                if rollout.episode is None:
+                    continue
+                for what in (name, *((f"{name}/{rollout.task}",) if len(scenes) > 1 else ())):
+                    won, of = f"evaluation/{what}", f"evaluation/{what}_of"
+                    found[won] = found.get(won, 0.0) + rollout.episode.success
+                    found[of] = found.get(of, 0.0) + 1
         return found
 
 
