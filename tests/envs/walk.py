@@ -10,8 +10,8 @@ from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
 
 
 class Walk(StartEnv):
-    """Of the 17 numbers the first two are where it is. In `WALK_TROUBLE`, `<start>.always` makes
-    a start state raise, and `<start>.kill` its process die, once."""
+    """Of the 17 numbers the first two are where it is. In the folder `WALK_TROUBLE`, `<start>.always` makes a start
+    raise; and once each, `.raised` makes it raise, `.died` its process die, `.hung` stand still, `.nan` see NaN."""
 
     def __init__(self, options: EnvOptions) -> None:
         super().__init__(
@@ -29,24 +29,35 @@ class Walk(StartEnv):
             )
         )
         self._at = np.zeros(2)
+        self._blind = False
 
     def _begin(self, start_id: int) -> None:
         self._at = np.random.default_rng(start_id).uniform(-0.2, 0.2, 2)
-        self._number = start_id
+        self._number, self._blind = start_id, False
 
     def _act(self, action: np.ndarray) -> Ending:
-        folder = os.environ.get("WALK_TROUBLE")
-        if folder and (Path(folder) / f"{self._number}.always").exists():
+        self._blind = False
+        if self._troubled("always", once=False) or self._troubled("raised"):
             raise ArithmeticError("the floor gave way")
-        if folder and (once := Path(folder) / f"{self._number}.kill").exists():
-            once.unlink()
+        if self._troubled("died"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._troubled("hung"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._blind = self._troubled("nan")
         self._at = self._at + 0.25 * action[:2]
         return "success" if self._at[0] > 0.6 and abs(self._at[1]) < 0.4 else "goes on"
 
+    def _troubled(self, how: str, *, once: bool = True) -> bool:
+        folder = os.environ.get("WALK_TROUBLE")
+        if not folder or not (path := Path(folder) / f"{self._number}.{how}").exists():
+            return False
+        if once:
+            path.unlink()
+        return True
+
     def observe(self) -> Seen:
         state = np.zeros(17, np.float32)
-        state[:2] = self._at
+        state[:2] = np.nan if self._blind else self._at
         return {"state": state}
 
 

@@ -1,8 +1,11 @@
 """RIPT's loop: it learns, an iteration without a rate changes nothing, and what was stopped goes on to the bit."""
 
 import dataclasses
+import errno
 import io
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,15 @@ import pytest
 from rich.console import Console
 
 from metaworld_policy import fresh_checkpoint
+from pistar.agents.ript import RiptBatch
 from pistar.config import RiptConfig
 from pistar.errors import UserError
 from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import RLTrainConfig
 from pistar.training.experience import Starts
+from pistar.training.health import has_ended
+from pistar.training.learner import Learner
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, HealthConfig, StartsConfig
@@ -48,8 +54,9 @@ def settings(checkpoint: Path, runs: Path, *, rate: float = 2e-3, **changes: Any
         updates=20,
         evaluate_every=1,
         evaluate_episodes=40,
-        **changes,
+        health=HealthConfig(max_drift=None),  # fresh weights have far to go
     )
+    online = dataclasses.replace(online, **changes)
     return dataclasses.replace(
         config,
         checkpoint=str(checkpoint),
@@ -70,6 +77,10 @@ def run(config: RLTrainConfig, **how: bool) -> tuple[Path, list[dict[str, Any]],
     return saved, list(read_metrics(config.folder / "metrics.jsonl")), said.getvalue()
 
 
+def events_of(config: RLTrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.folder / "events.jsonl").read_text().splitlines()]
+
+
 def params(path: Path) -> dict[str, np.ndarray]:
     with open_checkpoint(path) as checkpoint:
         return {leaf.name: np.asarray(leaf.read()) for leaf in checkpoint.leaves()}
@@ -80,12 +91,15 @@ def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 
 
+Whole = tuple[Path, list[dict[str, Any]], str]
+
+
 @pytest.fixture(scope="module")
-def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], str]:
+def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return run(settings(checkpoint, tmp_path_factory.mktemp("whole")))
 
 
-def test_the_policy_succeeds_more_often(whole: tuple[Path, list[dict[str, Any]], str]) -> None:
+def test_the_policy_succeeds_more_often(whole: Whole) -> None:
     _, lines, said = whole
     before, after = lines[0], lines[-1]
     assert before["evaluation/sampled"] < 20, "of 40"
@@ -94,9 +108,7 @@ def test_the_policy_succeeds_more_often(whole: tuple[Path, list[dict[str, Any]],
     assert "groups informative" in said
 
 
-def test_a_stopped_run_goes_on_to_the_bit(
-    whole: tuple[Path, list[dict[str, Any]], str], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_run_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
     """With start states that are remembered, successes that are kept, exploration, and the optimiser's moments."""
     config = settings(checkpoint, tmp_path)
     run(dataclasses.replace(config, steps=2))
@@ -128,35 +140,137 @@ def test_a_start_state_that_cannot_be_finished_is_neither_counted_nor_learnt_fro
         (tmp_path / f"{start}.always").touch()
     config = settings(checkpoint, tmp_path / "runs", replay="none")
     online = dataclasses.replace(
-        config.online, contexts=6, starts=StartsConfig("uniform", pool=6), health=HealthConfig(max_fault_rate=None)
+        config.online,
+        contexts=6,
+        starts=StartsConfig("uniform", pool=6),
+        health=HealthConfig(max_drift=None, max_fault_rate=None),
     )
     saved, lines, _ = run(dataclasses.replace(config, online=online, steps=1))
     assert lines[1]["practice/episodes"] == 4 * 4, "of six start states two are broken"
-    events = [json.loads(line) for line in (config.folder / "events.jsonl").read_text().splitlines()]
-    assert {event["start_id"] for event in events} == {1, 4}
+    events = events_of(config)
+    assert {event.get("start_id", event["detail"]) for event in events} == {1, 4}
     assert {event["done"] for event in events} == {"group dropped"}
     known = json.loads((saved / "starts.json").read_text())
     assert sorted(one["start"] for one in known) == [0, 2, 3, 5]
 
 
-def test_a_worker_that_dies_while_practising_changes_nothing_and_is_told(
-    whole: tuple[Path, list[dict[str, Any]], str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trouble", ["died", "hung", "raised", "nan"])
+def test_trouble_in_a_simulator_changes_nothing_and_is_told(
+    whole: Whole, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Beside a run in one process without a fault."""
+    """Beside a run in one process without a fault: the same groups, the same policy."""
     monkeypatch.setenv("WALK_TROUBLE", str(tmp_path))
-    config = settings(checkpoint, tmp_path / "runs")
-    config = dataclasses.replace(config, online=dataclasses.replace(config.online, workers=2), steps=1)
+    config = settings(checkpoint, tmp_path / "runs", workers=2, hang_after=3.0)
     starts = Starts(config.online.starts, {"walk": range(50)})
     _, first = starts.choose(8, np.random.default_rng([config.seed, 0, 0]), 0.0)[0]
-    (tmp_path / f"{first}.kill").touch()
-    _, lines, _ = run(config)
-    events = [json.loads(line) for line in (config.folder / "events.jsonl").read_text().splitlines()]
-    assert [event["start_id"] for event in events if event["event"] == "died"] == [first]
-    assert {event["done"] for event in events} == {"episode run again"}
+    (tmp_path / f"{first}.{trouble}").touch()
+    saved, lines, _ = run(dataclasses.replace(config, steps=1))
+    noticed = [event for event in events_of(config) if event["event"] == trouble.replace("nan", "not finite")]
+    assert [event["start_id"] for event in noticed] == [first]
+    assert {event["done"] for event in events_of(config)} == {"episode run again"}
     faults = [line.pop("practice/faults", None) for line in lines]
-    assert faults == [None, len(events)]
+    assert faults == [None, len(events_of(config))]
     unhurt = [{k: v for k, v in line.items() if k != "practice/faults"} for line in numbers(whole[1])[:2]]
     assert numbers(lines) == unhurt
+
+
+# --- When it is the policy --------------------------------------------------------------------------------------------
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, updates: range) -> None:
+    """These updates, counted over the run, are given actions of NaN."""
+    sound = Learner._batch
+    seen = itertools.count()
+
+    def batch(self: Learner, *given: Any) -> RiptBatch:
+        made = sound(self, *given)
+        return dataclasses.replace(made, actions=made.actions * np.nan) if next(seen) in updates else made
+
+    monkeypatch.setattr(Learner, "_batch", batch)
+
+
+def test_an_update_without_a_finite_gradient_is_skipped(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, range(3, 5))
+    saved, lines, _ = run(dataclasses.replace(settings(checkpoint, tmp_path), steps=1))
+    assert lines[1]["skipped"] == pytest.approx(2 / 20)
+    assert np.isfinite(lines[1]["loss"])
+    assert all(np.isfinite(param).all() for param in params(saved).values())
+
+
+def test_a_policy_in_trouble_goes_back_to_the_last_good_checkpoint_in_smaller_steps(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, range(20, 40))
+    config = dataclasses.replace(settings(checkpoint, tmp_path, replay="none"), steps=2, keep_last=2)
+    saved, lines, said = run(config)
+    (event,) = events_of(config)
+    assert (event["iteration"], event["event"]) == (1, "not finite")
+    assert event["done"] == "back to iteration 1, with 0.5 times the learning rate"
+    assert event["detail"] in said
+    assert lines[2]["skipped"] == 1
+    for name, param in params(saved.parent / "1").items():
+        np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
+
+
+def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
+    whole: Whole, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(checkpoint, tmp_path)
+    sound, saves = np.savez, itertools.count()
+
+    def full(*args: Any, **arrays: Any) -> None:
+        if next(saves) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sound(*args, **arrays)
+
+    monkeypatch.setattr("pistar.training.experience.np.savez", full)
+    with pytest.raises(UserError, match=r"checkpoints/2 cannot be written \(No space left on device\)"):
+        run(config)
+    assert [path.name for path in (config.folder / "checkpoints").iterdir()] == ["1"]
+    saved, lines, _ = run(config, resume=True)
+    assert numbers(lines) == numbers(whole[1])
+
+
+def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path) -> None:
+    config = settings(checkpoint, tmp_path, rate=1e-30, patience=1)
+    saved, lines, said = run(config)
+    assert saved.name == "1"
+    assert has_ended(saved)
+    assert [event["event"] for event in events_of(config)] == ["early stop"]
+    assert "Go on with --resume" not in said
+
+
+# --- Ways of going about it -------------------------------------------------------------------------------------------
+
+
+def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_time(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    def lines_of(name: str) -> list[dict[str, Any]]:
+        config = settings(checkpoint, tmp_path / name, overlap=True, evaluate_every=0)
+        return numbers(run(dataclasses.replace(config, save_every=3))[1])
+
+    once, again = lines_of("one"), lines_of("two")
+    assert [line["practice/policy_age"] for line in once[1:]] == [0, 1, 1]
+    assert once == again
+
+
+def test_between_checkpoints_nothing_is_practised_ahead(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
+    _, lines, _ = run(dataclasses.replace(settings(checkpoint, tmp_path, overlap=True), steps=2))
+    assert numbers(lines)[:2] == numbers(whole[1])[:2]
+
+
+def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -> None:
+    """cfg, end to end: failures are learnt from too, and it acts by guidance once it knows what the labels mean."""
+    config = settings(checkpoint, tmp_path, replay="none", windows="every_step", auto_tune=True)
+    algorithm = RiptConfig("cfg", anchor=0.0, ema_decay=None, augmentation=False, guidance=1.5)
+    saved, lines, _ = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
+    assert lines[1]["weight_mean"] == 1
+    assert lines[1]["practice/episodes"] == 32
+    assert lines[-1]["evaluation/sampled"] > lines[0]["evaluation/sampled"]
+    assert any(event["event"].startswith("auto-tune") for event in events_of(config))
 
 
 def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tmp_path: Path) -> None:
