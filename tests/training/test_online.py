@@ -164,7 +164,7 @@ def test_trouble_in_a_simulator_changes_nothing_and_is_told(
     starts = Starts(config.online.starts, {"walk": range(50)})
     _, first = starts.choose(8, np.random.default_rng([config.seed, 0, 0]), 0.0)[0]
     (tmp_path / f"{first}.{trouble}").touch()
-    saved, lines, _ = run(dataclasses.replace(config, steps=1))
+    _, lines, _ = run(dataclasses.replace(config, steps=1))
     noticed = [event for event in events_of(config) if event["event"] == trouble.replace("nan", "not finite")]
     assert [event["start_id"] for event in noticed] == [first]
     assert {event["done"] for event in events_of(config)} == {"episode run again"}
@@ -229,13 +229,13 @@ def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
     with pytest.raises(UserError, match=r"checkpoints/2 cannot be written \(No space left on device\)"):
         run(config)
     assert [path.name for path in (config.folder / "checkpoints").iterdir()] == ["1"]
-    saved, lines, _ = run(config, resume=True)
+    _, lines, _ = run(config, resume=True)
     assert numbers(lines) == numbers(whole[1])
 
 
 def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path) -> None:
     config = settings(checkpoint, tmp_path, rate=1e-30, patience=1)
-    saved, lines, said = run(config)
+    saved, _, said = run(config)
     assert saved.name == "1"
     assert has_ended(saved)
     assert [event["event"] for event in events_of(config)] == ["early stop"]
@@ -266,7 +266,7 @@ def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -
     """cfg, end to end: failures are learnt from too, and it acts by guidance once it knows what the labels mean."""
     config = settings(checkpoint, tmp_path, replay="none", windows="every_step", auto_tune=True)
     algorithm = RiptConfig("cfg", anchor=0.0, ema_decay=None, augmentation=False, guidance=1.5)
-    saved, lines, _ = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
+    _, lines, _ = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
     assert lines[1]["weight_mean"] == 1
     assert lines[1]["practice/episodes"] == 32
     assert lines[-1]["evaluation/sampled"] > lines[0]["evaluation/sampled"]
