@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pistar.envs.env import EnvOptions
 from pistar.envs.ray_workers import RayActors
 from pistar.envs.rollout import Request, Rollout, roll_out
 from pistar.envs.vector import Environments
-from pistar.envs.worker import Begin, Fault, Go, Went
+from pistar.envs.worker import Begin, Fault
 from pistar.errors import UserError
 
 ray = pytest.importorskip("ray", reason="needs ray")
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.xdist_group("ray")
 TOY = "envs.toy:make"
 LEFT, RIGHT = "envs.many:left", "envs.many:right"
 STARTS = list(range(100, 108))
+OPTIONS = EnvOptions(cameras=("a", "b"), image_size=200, limit=30)
+"""Pictures larger than what Ray sends without its store."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("trouble")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOY_TROUBLE", str(folder))
+        patch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # else Ray would write one to the home folder
         yield folder
 
 
@@ -50,8 +53,7 @@ def running(trouble: Path) -> Iterator[None]:
 
 
 def episodes(engine: str) -> list[Rollout]:
-    options = EnvOptions(cameras=("a", "b"), image_size=200, limit=30)  # more than Ray sends without its store
-    with Environments(TOY, options, count=4, workers=2, engine=engine) as envs:
+    with Environments(TOY, OPTIONS, count=4, workers=2, engine=engine) as envs:
         return list(roll_out(envs, STARTS, head_home, execute=5, record=True, films=1, seed=3))
 
 
@@ -70,29 +72,27 @@ def test_episodes_are_those_of_processes_to_the_bit(expected: list[Rollout]) -> 
     assert all(seen.flags.writeable for seen in found[0].episode.observations.values())
 
 
-@pytest.mark.parametrize(("kind", "told"), [("kill", "died"), ("hang", "hung"), ("raise", "raised")])
-def test_episodes_a_fault_hit_are_run_again(expected: list[Rollout], trouble: Path, kind: str, told: str) -> None:
-    (trouble / f"103.{kind}").touch()
-    options = EnvOptions(cameras=("a", "b"), image_size=200, limit=30)
-    with Environments(TOY, options, count=4, workers=2, patience=2.0, engine="ray") as envs:
+def test_an_actor_that_hangs_is_given_up_and_its_episode_run_again(expected: list[Rollout], trouble: Path) -> None:
+    (trouble / "103.hang").touch()
+    with Environments(TOY, OPTIONS, count=4, workers=2, patience=2.0, engine="ray") as envs:
         found = list(roll_out(envs, STARTS, head_home, execute=5, record=True, seed=3))
     for one, other in zip(found, expected, strict=True):
         same(one.episode, other.episode)
-    assert [fault.kind for fault in found[3].faults] == [told]
+    assert found[3].faults == (Fault("hung", "no answer for 2 s"),)
 
 
-def test_a_killed_actor_is_replaced_and_its_other_episodes_are_known_to_be_lost() -> None:
-    with Environments(TOY, count=4, workers=2, engine="ray") as envs:
-        envs.do({slot: Begin(slot) for slot in range(4)})
-        os.kill(envs._workers[1].pid, signal.SIGKILL)
-        answers = envs.do({slot: Go(np.zeros((3, 2)), look=False) for slot in (0, 1, 2)})
-        assert isinstance(answers[0], Went)
-        assert isinstance(answers[2], Went)
-        assert answers[1] == Fault("died", "its worker is gone (ActorDiedError)")
-        beside = Fault("lost", "with its worker, which died at another episode")
-        assert envs.do({3: Go(np.zeros((3, 2)), look=False)}) == {3: beside}
-        again = envs.do({1: Begin(1), 3: Begin(3)})
-        assert all(isinstance(answer, Went) for answer in again.values())
+def test_an_actor_killed_from_outside_changes_nothing(expected: list[Rollout]) -> None:
+    with Environments(TOY, OPTIONS, count=4, workers=2, engine="ray") as envs:
+        found: list[Rollout] = []
+        for rollout in roll_out(envs, STARTS, head_home, execute=5, record=True, seed=3):
+            if not found:
+                os.kill(envs._workers[1].pid, signal.SIGKILL)
+            found.append(rollout)
+    for one, other in zip(found, expected, strict=True):
+        same(one.episode, other.episode)
+    faults = {fault for rollout in found for fault in rollout.faults}
+    assert Fault("died", "its worker is gone (ActorDiedError)") in faults
+    assert {fault.kind for fault in faults} <= {"died", "lost"}
 
 
 def test_several_tasks_have_one_engine_and_actors_know_nothing_of_models() -> None:
@@ -135,12 +135,17 @@ def test_a_ray_of_the_users_own_is_left_running(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_address_nobody_answers_at_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "nowhere:port")
+    def init(**_: object) -> None:
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setenv("RAY_ADDRESS", "far:6379")
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    since = time.monotonic()
-    with pytest.raises(UserError, match="Ray cannot be had at RAY_ADDRESS nowhere:port"):
+    with pytest.raises(UserError, match=r"Ray cannot be had at RAY_ADDRESS far:6379 \(nobody is there\); correct it"):
         RayActors(1)
-    assert time.monotonic() - since < 10
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(ConnectionError):
+        RayActors(1)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,24 +156,19 @@ def _import_ray() -> Any:  # noqa: ANN401  # the module
 
 def _initialise(ray: Any, workers: int | None) -> None:  # noqa: ANN401
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    where: dict[str, Any] = (
-        {"address": "auto"}
-        if os.environ.get("RAY_ADDRESS")
-        else {
-            "address": "local",
-            "num_cpus": workers,
-            "include_dashboard": False,
-        }
-    )
+    address = os.environ.get("RAY_ADDRESS")
+    ours = {"address": "local", "num_cpus": workers, "include_dashboard": False}
     with warnings.catch_warnings(), _sigterm_kept():
         # JAX warns of any fork. Ray's are followed by exec at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         try:
-            ray.init(**where, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError) as error:
+            ray.init(**({"address": "auto"} if address else ours), log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
+            if not address:
+                raise
             raise UserError(
-                f"Ray cannot be had at RAY_ADDRESS {os.environ.get('RAY_ADDRESS')} ({error}); correct it, or unset it "
-                "for one on this machine."
+                f"Ray cannot be had at RAY_ADDRESS {address} ({error}); correct it, set RAY_AUTH_MODE if that cluster "
+                "asks for a token, or unset it for a Ray on this machine."
             ) from error
 
 
