@@ -461,7 +461,9 @@ class Acrlpd:
             (_, metrics), gradient = gradient_of(self.critic, params, target, *minibatch)
             norm = optax.tree.norm(gradient)
             descend = functools.partial(self._descend_critic, gradient=gradient, rate=rate)
-            carry = descend(carry) if rate is None else jax.lax.cond(jnp.isfinite(norm), descend, lambda old: old, carry)
+            carry = (
+                descend(carry) if rate is None else jax.lax.cond(jnp.isfinite(norm), descend, lambda old: old, carry)
+            )
             return carry, metrics | {"critic_gradient_norm": norm}
 
         carry = (state.critic, state.target_critic, state.critic_optimizer)

@@ -81,10 +81,11 @@ class Learner:
 
     # --- Acting -------------------------------------------------------------------------------------------------------
 
-    def check(self, instruction: str) -> None:
+    def check(self, instruction: str) -> list[str]:
         """Refuse, before anything is rolled out, a task that cannot be labelled."""
         if self._labels is not None:
             self._labels.check(instruction)
+        return []
 
     def behaviour(self, state: RiptState, iteration: int, *, own_copy: bool = False) -> Behaviour:
         """The policy as it acts now. A copy outlasts the updates, which use the state up."""
