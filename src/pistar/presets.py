@@ -207,7 +207,7 @@ _RIPT_METAWORLD = dataclasses.replace(
 _ACRLPD_ONLINE_METAWORLD = dataclasses.replace(
     _METAWORLD,
     name="acrlpd_online_metaworld",
-    algorithm=dataclasses.replace(_SMALL_ACRLPD, critic_warmup=1_500),
+    algorithm=dataclasses.replace(_SMALL_ACRLPD, critic_warmup=600),
     data=DataConfig(held_out=0.0),
     online=OnlineConfig(
         environment="metaworld/push-v3",
@@ -217,13 +217,13 @@ _ACRLPD_ONLINE_METAWORLD = dataclasses.replace(
         rollouts=1,
         starts=StartsConfig("uniform"),
         demonstrations=0.5,
-        updates=500,
-        evaluate_every=4,
+        updates=300,
+        evaluate_every=5,
         evaluate_episodes=100,
     ),
-    policy_optimizer=_cosine(1e-3, 8_500, 100),
-    critic_optimizer=_cosine(5e-4, 40_000, 100),
-    steps=20,
+    policy_optimizer=_cosine(1e-3, 3_900, 100),
+    critic_optimizer=_cosine(5e-4, 18_000, 100),
+    steps=15,
     save_every=1,
 )
 _ONLINE_FULL_SIZE = OnlineConfig(

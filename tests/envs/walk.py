@@ -13,7 +13,9 @@ class Walk(StartEnv):
     """Of the 17 numbers the first two are where it is. In `WALK_TROUBLE`, `<start>.always` makes
     a start state raise, and `<start>.kill` its process die, once."""
 
-    def __init__(self, options: EnvOptions) -> None:
+    def __init__(self, options: EnvOptions, *, pit: bool = False) -> None:
+        """`pit`: who goes too low falls, which is a failure."""
+        self._pit = pit
         super().__init__(
             Scene(
                 name="walk",
@@ -42,6 +44,8 @@ class Walk(StartEnv):
             once.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         self._at = self._at + 0.25 * action[:2]
+        if self._pit and self._at[1] < -0.2:
+            return "failure"
         return "success" if self._at[0] > 0.6 and abs(self._at[1]) < 0.4 else "goes on"
 
     def observe(self) -> Seen:
@@ -52,3 +56,7 @@ class Walk(StartEnv):
 
 def make(options: EnvOptions) -> Walk:
     return Walk(options)
+
+
+def make_with_pit(options: EnvOptions) -> Walk:
+    return Walk(options, pit=True)

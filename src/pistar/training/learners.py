@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from pistar.agents.ript import Ript
 from pistar.training.acrlpd_learner import AcrlpdLearner
@@ -17,6 +17,7 @@ Kept = TypeVar("Kept")
 Lessons = TypeVar("Lessons")
 
 
+@runtime_checkable
 class OnlineLearner(Protocol[State, Kept, Lessons]):
     """An algorithm among its rollouts. `State` is its agent's, `Kept` what it keeps of a group."""
 
