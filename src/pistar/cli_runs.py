@@ -67,7 +67,9 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
 
 def train(args: Sequence[str]) -> None:
     """pistar train PRESET [options] [--any.field value]"""
-    parser = _run_parser("train", "Train a policy: from logged data, or (ript_…) by practising in a simulator.")
+    parser = _run_parser(
+        "train", "Train a policy: from logged data, or (ript_…, acrlpd_online_…) by practising in a simulator."
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
@@ -81,7 +83,6 @@ def train(args: Sequence[str]) -> None:
         import jax
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
-    from pistar.config import RiptConfig
     from pistar.training import hosts, offline, online
     from pistar.training.health import has_ended
 
@@ -92,7 +93,7 @@ def train(args: Sequence[str]) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
     how = {"resume": options.resume, "overwrite": options.overwrite, "dry_run": options.dry_run}
     with hosts.lost_hosts_named():
-        if isinstance(config.algorithm, RiptConfig):
+        if config.practises:
             saved = online.train(config, console, **how)
         else:
             saved = offline.train(config, console, **how, debug=options.debug)

@@ -130,6 +130,22 @@ _DEBUG = RLTrainConfig(
 )
 
 
+_SMALL_ACRLPD = AcrlpdConfig(
+    horizon=5,
+    action_dims=4,
+    gamma=0.98,
+    tau=0.01,
+    candidates=4,
+    flow_steps=3,
+    critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
+    critic_updates=4,  # values spread back through an episode by the update, and these are cheap
+    critic_warmup=3_000,
+    beta=0.5,
+    weight_clip=30.0,
+    awr_by="resample",
+    bc_scale=0.0,
+    augmentation=False,
+)
 _METAWORLD = RLTrainConfig(
     name="rl_metaworld",
     robot="metaworld",
@@ -148,22 +164,7 @@ _METAWORLD = RLTrainConfig(
         remat="none",
     ),
     tokenizer="tiny",
-    algorithm=AcrlpdConfig(
-        horizon=5,
-        action_dims=4,
-        gamma=0.98,
-        tau=0.01,
-        candidates=4,
-        flow_steps=3,
-        critic=CriticConfig(ensemble=4, hidden=(256, 256), output_bias=-3.0, target_subset=2),
-        critic_updates=4,  # values spread back through an episode by the update, and these are cheap
-        critic_warmup=3_000,
-        beta=0.5,
-        weight_clip=30.0,
-        awr_by="resample",
-        bc_scale=0.0,
-        augmentation=False,
-    ),
+    algorithm=_SMALL_ACRLPD,
     policy_optimizer=_cosine(1e-3, 4_000, 100),
     critic_optimizer=_cosine(5e-4, 7_000, 100),
     steps=7_000,
@@ -307,6 +308,64 @@ _RIPT = (
 )
 
 
+_ACRLPD_ONLINE_METAWORLD = dataclasses.replace(
+    _METAWORLD,
+    name="acrlpd_online_metaworld",
+    algorithm=dataclasses.replace(_SMALL_ACRLPD, critic_warmup=600),
+    data=DataConfig(held_out=0.0),
+    online=OnlineConfig(
+        environment="metaworld/push-v3",
+        limit=150,
+        environments=32,
+        contexts=50,
+        rollouts=1,
+        starts=StartsConfig("uniform"),
+        demonstrations=0.5,
+        updates=300,
+        evaluate_every=5,
+        evaluate_episodes=100,
+    ),
+    policy_optimizer=_cosine(1e-3, 3_900, 100),
+    critic_optimizer=_cosine(5e-4, 18_000, 100),
+    steps=15,
+    save_every=1,
+)
+_ONLINE_FULL_SIZE = OnlineConfig(
+    environments=16,
+    contexts=40,
+    rollouts=1,
+    starts=StartsConfig("uniform"),
+    replay_capacity=50_000,
+    replay_min_steps=2_000,
+    demonstrations=0.5,
+    updates=200,
+    evaluate_every=5,
+    evaluate_episodes=50,
+)
+_ACRLPD_ONLINE_LIBERO = dataclasses.replace(
+    _LIBERO,
+    name="acrlpd_online_libero",
+    data=DataConfig(held_out=0.0),
+    online=dataclasses.replace(
+        _ONLINE_FULL_SIZE, environment="libero/spatial/0", evaluate_episodes=10
+    ),  # as many as LIBERO has to spare
+    steps=150,
+    save_every=10,
+    keep_every=None,
+)
+_ACRLPD_ONLINE_ALOHA_SIM = dataclasses.replace(
+    _ACRLPD_ONLINE_LIBERO,
+    name="acrlpd_online_aloha_sim",
+    robot="aloha_sim",
+    model=_PI0,
+    prompt_format=None,
+    algorithm=AcrlpdConfig(
+        horizon=10, action_dims=14, gamma=0.997, critic=_LARGE_CRITIC, candidates=8, critic_warmup=1_000
+    ),
+    online=dataclasses.replace(_ONLINE_FULL_SIZE, environment="aloha/transfer-cube"),
+)
+
+
 _RL = (_ALOHA_FOLD, _FOLD_BOX, _LIBERO, _DROID)
 
 PRESETS: dict[str, RLTrainConfig] = {
@@ -323,6 +382,9 @@ PRESETS: dict[str, RLTrainConfig] = {
             steps=6_000,
         ),
         *_RIPT,
+        _ACRLPD_ONLINE_METAWORLD,
+        _ACRLPD_ONLINE_LIBERO,
+        _ACRLPD_ONLINE_ALOHA_SIM,
         _DEBUG,
         dataclasses.replace(_imitating(_DEBUG), name="debug_bc"),
         dataclasses.replace(

@@ -13,7 +13,9 @@ class Walk(StartEnv):
     """Of the 17 numbers the first two are where it is. In the folder `WALK_TROUBLE`, `<start>.always` makes a start
     raise; and once each, `.raised` makes it raise, `.died` its process die, `.hung` stand still, `.nan` see NaN."""
 
-    def __init__(self, options: EnvOptions) -> None:
+    def __init__(self, options: EnvOptions, *, pit: bool = False) -> None:
+        """`pit`: who goes too low falls, which is a failure."""
+        self._pit = pit
         super().__init__(
             Scene(
                 name="walk",
@@ -45,6 +47,8 @@ class Walk(StartEnv):
             os.kill(os.getpid(), signal.SIGSTOP)
         self._blind = self._troubled("nan")
         self._at = self._at + 0.25 * action[:2]
+        if self._pit and self._at[1] < -0.2:
+            return "failure"
         return "success" if self._at[0] > 0.6 and abs(self._at[1]) < 0.4 else "goes on"
 
     def _troubled(self, how: str, *, once: bool = True) -> bool:
@@ -63,3 +67,7 @@ class Walk(StartEnv):
 
 def make(options: EnvOptions) -> Walk:
     return Walk(options)
+
+
+def make_with_pit(options: EnvOptions) -> Walk:
+    return Walk(options, pit=True)

@@ -6,6 +6,7 @@ twice: to hold its prefix while the critic learns is what there is no memory for
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -31,6 +32,7 @@ from pistar.models.pi0 import Params, Pi0, Prefix, bind, draw_noise_and_time, in
 from pistar.types import ChunkBatch, Observation, pytree
 
 Metrics = dict[str, Array]
+Rate = Float[Array, ""] | float | None
 
 BETA_ROAM = 100.0
 """An adaptive temperature stays within this factor of where it started, either way."""
@@ -239,10 +241,14 @@ class Acrlpd:
             step=jnp.int32(0),
         )
 
-    def update(self, state: AcrlpdState, batch: ChunkBatch, key: PRNGKeyArray) -> tuple[AcrlpdState, Metrics]:
+    def update(
+        self, state: AcrlpdState, batch: ChunkBatch, key: PRNGKeyArray, rate: Rate = None
+    ) -> tuple[AcrlpdState, Metrics]:
         """The critic's step or steps, then the policy's, by the critic as it is after them.
 
-        In updates that leave the policy alone (`critic_warmup`, `actor_delay`) the policy's metrics are NaN.
+        In updates that leave the policy alone (`critic_warmup`, `actor_delay`) the policy's metrics are NaN. `rate`:
+        both go so many times as far as their optimisers have it, and not at all where a gradient is not finite, which
+        `skipped` then says.
         """
         augment_key, next_key, critic_key, policy_key = jax.random.split(key, 4)
         sample_key, draw_key, flow_key = jax.random.split(policy_key, 3)
@@ -252,15 +258,16 @@ class Acrlpd:
         noise = self._noise(sample_key, observations) if self.config.actor in ("awr", "best_of_n") else None
         reading = self._read(state, observations, noise)
         transitions = self.transitions(state, batch, reading.seen, next_key)
-        state, metrics = self.update_critic(state, transitions, critic_key)
+        state, metrics = self.update_critic(state, transitions, critic_key, rate)
+        sound = jnp.isfinite(metrics["critic_gradient_norm"])
         if self.config.actor == "none":
-            return dataclasses.replace(state, step=state.step + 1), metrics
+            return dataclasses.replace(state, step=state.step + 1), metrics | _skipped(rate, sound)
 
         frozen = state.policy.frozen
         thawed = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen={}))  # not through `cond`
 
         def learn() -> tuple[AcrlpdState, Metrics]:
-            return self._update_policy(thawed, batch, transitions, reading, draw_key, flow_key)
+            return self._update_policy(thawed, batch, transitions, reading, draw_key, flow_key, rate)
 
         def leave() -> tuple[AcrlpdState, Metrics]:
             unknown = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(learn)[1])
@@ -268,13 +275,16 @@ class Acrlpd:
 
         if self.config.critic_warmup == 0 and self.config.actor_delay == 1:
             state, more = learn()
+            sound &= jnp.isfinite(more["policy_gradient_norm"])
         else:
             waited = state.step - self.config.critic_warmup
             turn = (waited >= 0) & (waited % self.config.actor_delay == 0)
             state, more = jax.lax.cond(turn, learn, leave)
             metrics["policy_updated"] = turn.astype(jnp.float32)
+            sound &= jnp.isfinite(more["policy_gradient_norm"]) | ~turn
         policy = dataclasses.replace(state.policy, frozen=frozen)
-        return dataclasses.replace(state, policy=policy, step=state.step + 1), metrics | more
+        metrics |= more | _skipped(rate, sound)
+        return dataclasses.replace(state, policy=policy, step=state.step + 1), metrics
 
     def act(
         self, state: AcrlpdState, observation: Observation, key: PRNGKeyArray, candidates: int | None = None
@@ -433,9 +443,9 @@ class Acrlpd:
         )
 
     def update_critic(
-        self, state: AcrlpdState, transitions: Transitions, key: PRNGKeyArray
+        self, state: AcrlpdState, transitions: Transitions, key: PRNGKeyArray, rate: Rate = None
     ) -> tuple[AcrlpdState, Metrics]:
-        """`critic_updates` steps of critic and target, each on its share of the batch."""
+        """`critic_updates` steps of critic and target, each on its share of the batch; `rate` as in `update`."""
         updates = self.config.critic_updates
         size = transitions.trains.shape[0]
         if size % updates:
@@ -447,12 +457,14 @@ class Acrlpd:
         def step(
             carry: tuple[Params, Params, optax.OptState], minibatch: tuple[Transitions, PRNGKeyArray]
         ) -> tuple[tuple[Params, Params, optax.OptState], Metrics]:
-            params, target, optimizer = carry
+            params, target, _ = carry
             (_, metrics), gradient = gradient_of(self.critic, params, target, *minibatch)
-            changes, optimizer = self.critic_optimizer.update(gradient, optimizer, params)
-            params = optax.apply_updates(params, changes)
-            target = ema(target, params, 1 - self.config.tau)
-            return (params, target, optimizer), metrics | {"critic_gradient_norm": optax.tree.norm(gradient)}
+            norm = optax.tree.norm(gradient)
+            descend = functools.partial(self._descend_critic, gradient=gradient, rate=rate)
+            carry = (
+                descend(carry) if rate is None else jax.lax.cond(jnp.isfinite(norm), descend, lambda old: old, carry)
+            )
+            return carry, metrics | {"critic_gradient_norm": norm}
 
         carry = (state.critic, state.target_critic, state.critic_optimizer)
         if updates == 1:
@@ -464,6 +476,16 @@ class Acrlpd:
         critic, target, optimizer = carry
         return dataclasses.replace(state, critic=critic, target_critic=target, critic_optimizer=optimizer), metrics
 
+    def _descend_critic(
+        self, carry: tuple[Params, Params, optax.OptState], gradient: Params, rate: Rate
+    ) -> tuple[Params, Params, optax.OptState]:
+        params, target, optimizer = carry
+        changes, optimizer = self.critic_optimizer.update(gradient, optimizer, params)
+        if rate is not None:
+            changes = jax.tree.map(lambda step: rate * step, changes)
+        params = optax.apply_updates(params, changes)
+        return params, ema(target, params, 1 - self.config.tau), optimizer
+
     def _update_policy(
         self,
         state: AcrlpdState,
@@ -472,9 +494,10 @@ class Acrlpd:
         reading: _Reading,
         draw_key: PRNGKeyArray,
         flow_key: PRNGKeyArray,
+        rate: Rate,
     ) -> tuple[AcrlpdState, Metrics]:
         """One step of the policy, and of the temperature if it adapts."""
-        metrics: Metrics = {}
+        before, metrics = state, Metrics()
         samples = reading.samples()
         if samples is None:
             lesson = imitation_lesson(batch)
@@ -483,9 +506,15 @@ class Acrlpd:
             state, more = self._update_temperature(state, metrics)
             metrics |= more
         gradient, losses = reading.gradient(lesson, *draw_noise_and_time(flow_key, lesson.actions.shape))
-        policy = self.policy.descend(state.policy, gradient)
-        metrics |= losses | {"policy_gradient_norm": optax.tree.norm(gradient)}
-        return dataclasses.replace(state, policy=policy), metrics
+        norm = optax.tree.norm(gradient)
+        metrics |= losses | {"policy_gradient_norm": norm}
+
+        def descend() -> AcrlpdState:
+            return dataclasses.replace(state, policy=self.policy.descend(state.policy, gradient, rate))
+
+        if rate is None:
+            return descend(), metrics
+        return jax.lax.cond(jnp.isfinite(norm), descend, lambda: before), metrics
 
     def _lesson(
         self,
@@ -530,6 +559,11 @@ class Acrlpd:
         start, roam = jnp.log(self.config.beta), jnp.log(BETA_ROAM)
         log_beta = jnp.clip(optax.apply_updates(state.log_beta, change), start - roam, start + roam)
         return dataclasses.replace(state, log_beta=log_beta, temperature_optimizer=optimizer), told
+
+
+def _skipped(rate: Rate, sound: Bool[Array, ""]) -> Metrics:
+    """What is told of an update that guards against gradients that are not finite."""
+    return {} if rate is None else {"skipped": 1.0 - sound}
 
 
 def _aggregated(config: CriticConfig, values: Float[Array, "k *b"]) -> Float[Array, "*b"]:

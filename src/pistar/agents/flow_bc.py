@@ -1,6 +1,7 @@
 """Behaviour cloning by flow matching: what π₀ was fine-tuned with, and the line every other agent ends in."""
 
 import dataclasses
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,22 @@ from pistar.agents.accumulation import even_weight, mean_parts
 from pistar.agents.estimators import ema, round_at_random
 from pistar.config import DType, Pi0Config
 from pistar.models.images import augment, resize_with_pad, to_float
-from pistar.models.pi0 import Params, bind, cast_frozen, draw_noise_and_time, init_params, is_frozen
-from pistar.types import Observation, PolicyBatch, pytree
+from pistar.models.pi0 import Params, Pi0, bind, cast_frozen, draw_noise_and_time, init_params, is_frozen
+from pistar.types import AnyArray, Observation, PolicyBatch, pytree
+
+
+@runtime_checkable
+class Executed(Protocol):
+    """Chunks of whatever batch, and which of their steps count."""
+
+    @property
+    def observations(self) -> Observation: ...
+
+    @property
+    def actions(self) -> Float[AnyArray, "b h a"]: ...
+
+    @property
+    def valid(self) -> Bool[AnyArray, "b h"]: ...
 
 
 def weighted_flow_loss(
@@ -20,6 +35,31 @@ def weighted_flow_loss(
 ) -> Float[Array, ""]:
     """Σ_bh weight_b · valid_bh · loss_bh / Σ_bh valid_bh"""
     return jnp.sum(loss * valid * weight[:, None]) / jnp.maximum(jnp.sum(valid), 1)
+
+
+def velocity_between(
+    model: Pi0,
+    observations: Observation,
+    actions: Float[Array, "b h a"],
+    noise: Float[Array, "b h a"],
+    time: Float[Array, " b"],
+) -> Float[Array, "b h a"]:
+    """The model's, on the straight way from the actions to the noise."""
+    t, prefix = time[:, None, None], model.encode(observations)
+    return model.velocity(prefix, t * noise + (1 - t) * actions, time, prefix.state)
+
+
+def velocity_distance(
+    config: Pi0Config, params: Params, others: Params, batch: Executed, key: PRNGKeyArray
+) -> Float[Array, ""]:
+    """Mean |v − v_other|² over the steps of a batch that count: how far two policies are apart."""
+    actions, valid = jnp.asarray(batch.actions), jnp.asarray(batch.valid)
+    noise, time = draw_noise_and_time(key, actions.shape)
+    here, there = (
+        velocity_between(bind(config, each), batch.observations, actions, noise, time) for each in (params, others)
+    )
+    away = jnp.mean(jnp.square(here - there), axis=-1)
+    return weighted_flow_loss(away, valid, jnp.ones(actions.shape[0]))
 
 
 @pytree

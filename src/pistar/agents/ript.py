@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from pistar.agents.accumulation import even_weight, mean_parts
 from pistar.agents.estimators import leave_one_out, standardised
-from pistar.agents.flow_bc import FlowBC, FlowBCState, weighted_flow_loss
+from pistar.agents.flow_bc import FlowBC, FlowBCState, velocity_between, velocity_distance, weighted_flow_loss
 from pistar.config import Pi0Config, RiptConfig
-from pistar.models.pi0 import Params, Pi0, bind, draw_noise_and_time
+from pistar.models.pi0 import Params, bind, draw_noise_and_time
 from pistar.types import AnyArray, Observation, pytree
 
 Label = Literal["positive", "negative", "none"]
@@ -113,12 +113,12 @@ class Ript:
             trained: Params, part: tuple[Observation, Array, Array, Array, Array, Array, Array]
         ) -> tuple[Float[Array, ""], dict[str, Array]]:
             observations, actions, valid, weight, even, noise, time = part
-            velocity = _velocity(bind(self.model, trained | frozen), observations, actions, noise, time)
+            velocity = velocity_between(bind(self.model, trained | frozen), observations, actions, noise, time)
             flow = jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
             loss = weighted_flow_loss(flow, valid, weight)
             measured = {"flow_loss": loss}
             if reference is not None:
-                there = _velocity(bind(self.model, reference | frozen), observations, actions, noise, time)
+                there = velocity_between(bind(self.model, reference | frozen), observations, actions, noise, time)
                 away = jnp.mean(jnp.square(velocity - jax.lax.stop_gradient(there)), axis=-1)
                 measured["anchor_distance"] = weighted_flow_loss(away, valid, even)
                 loss = loss + self.config.anchor * measured["anchor_distance"]
@@ -160,14 +160,7 @@ class Ript:
 
     def drift(self, state: RiptState, behaviour: Params, batch: RiptBatch, key: PRNGKeyArray) -> Float[Array, ""]:
         """Mean |v − v_behaviour|² over executed steps: how far the policy has gone from the one that acted."""
-        actions, valid = jnp.asarray(batch.actions), jnp.asarray(batch.valid)
-        noise, time = draw_noise_and_time(key, actions.shape)
-        here, there = (
-            _velocity(bind(self.model, params), batch.observations, actions, noise, time)
-            for params in (self.raw_params(state), behaviour)
-        )
-        away = jnp.mean(jnp.square(here - there), axis=-1)
-        return weighted_flow_loss(away, valid, jnp.ones(actions.shape[0]))
+        return velocity_distance(self.model, self.raw_params(state), behaviour, batch, key)
 
     def raw_params(self, state: RiptState) -> Params:
         """What the optimiser last wrote."""
@@ -176,15 +169,3 @@ class Ript:
     def policy_params(self, state: RiptState) -> Params:
         """What is evaluated and saved: the average if there is one."""
         return self.policy.policy_params(state.policy)
-
-
-def _velocity(
-    model: Pi0,
-    observations: Observation,
-    actions: Float[Array, "b h a"],
-    noise: Float[Array, "b h a"],
-    time: Float[Array, " b"],
-) -> Float[Array, "b h a"]:
-    """The model's, on the straight way from the actions to the noise."""
-    t, prefix = time[:, None, None], model.encode(observations)
-    return model.velocity(prefix, t * noise + (1 - t) * actions, time, prefix.state)

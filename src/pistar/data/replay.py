@@ -5,7 +5,7 @@ Only whole episodes come in and only whole episodes go out: there is no write po
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8
@@ -21,9 +21,11 @@ from pistar.types import Episode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Kept:
+class Kept:
     """An episode as the model will want it."""
 
+    number: int
+    """Of all that were ever added."""
     state: Float[np.ndarray, "o s"]
     actions: Float[np.ndarray, "t a"]
     rewards: Float[np.ndarray, " t"]
@@ -61,7 +63,8 @@ class Replay:
             )
         self._capacity, self._inputs, self._options, self._scheme = capacity, inputs, options, scheme
         self._fps, self._min_steps = fps, min_steps
-        self._kept: collections.deque[_Kept] = collections.deque()
+        self._kept: collections.deque[Kept] = collections.deque()
+        self._added = 0
         self._source: ChunkSource | None = None
 
     def __len__(self) -> int:
@@ -86,6 +89,23 @@ class Replay:
         while len(self) + steps > self._capacity:
             self._kept.popleft()
         self._kept.append(kept)
+        self._added += 1
+        self._source = None
+
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
+        arrays = (array for k in self._kept for array in (k.state, k.actions, k.rewards, *k.pictures.values()))
+        return sum(array.nbytes for array in arrays)
+
+    def contents(self) -> tuple[Kept, ...]:
+        """What it holds now, the oldest first; later additions do not change it."""
+        return tuple(self._kept)
+
+    def refill(self, kept: Iterable[Kept]) -> None:
+        """Hold these instead: what `contents` gave, as it was."""
+        self._kept = collections.deque(kept)
+        self._added = self._kept[-1].number + 1 if self._kept else 0
         self._source = None
 
     def source(self) -> ChunkSource | None:
@@ -96,7 +116,7 @@ class Replay:
             self._source = self._build()
         return self._source
 
-    def _prepare(self, episode: Episode) -> _Kept:
+    def _prepare(self, episode: Episode) -> Kept:
         size = self._inputs.image_size
         flat = flatten(episode.observations)
         frames = {len(values) for values in flat.values()}
@@ -132,8 +152,15 @@ class Replay:
                 "all episodes of a replay buffer have the same."
             )
         labels = label(outcomes, self._scheme, episode.rewards.astype(np.float32))
-        return _Kept(
-            state, actions, labels.rewards, bool(labels.terminated[0]), episode.success, episode.task, pictures
+        return Kept(
+            self._added,
+            state,
+            actions,
+            labels.rewards,
+            bool(labels.terminated[0]),
+            episode.success,
+            episode.task,
+            pictures,
         )
 
     def _build(self) -> ChunkSource:

@@ -394,8 +394,8 @@ def _by_episode(join: np.ufunc, steps: np.ndarray, lengths: np.ndarray) -> np.nd
 def _success_notes(success: np.ndarray, failed: np.ndarray) -> list[str]:
     if len(success) and success.all():
         return [
-            f"All {len(success)} episodes are successes: Q can only learn how long success takes, not which actions "
-            "miss it; add failed episodes or train online."
+            f"All {len(success)} episodes are successes: from these alone Q can only learn how long success takes, not "
+            "which actions miss it; add failed episodes or train online."
         ]
     if len(success) and not success.any():
         ends = "failures" if failed.all() else "failures or time-outs"

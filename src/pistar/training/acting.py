@@ -16,7 +16,7 @@ from pistar.data.transforms import stack_observations
 from pistar.envs.rollout import Request
 from pistar.errors import UserError
 from pistar.models.critic import Critic
-from pistar.models.pi0 import Params, bind
+from pistar.models.pi0 import Params, Prefix, bind
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import load_config
 from pistar.training.policy import Policy
@@ -30,6 +30,19 @@ class Judge:
 
     critic: Critic
     params: Params
+
+
+def choose(
+    critic: Critic | None,
+    params: Params | None,
+    observation: Observation,
+    prefix: Prefix,
+    samples: Float[Array, "b n h a"],
+) -> Float[Array, "b h a"]:
+    """The best of n chunks of each observation by the critic; without one, the first."""
+    if critic is None or params is None:
+        return samples[:, 0]
+    return best_candidate(critic, params, critic.see(observation, prefix), samples)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +124,7 @@ def _chunks(
     model = bind(config, params)
     prefix = model.encode(observation)
     samples = model.sample(prefix, jax.vmap(draw)(starts, steps), num_steps=num_steps)
-    if critic is None or critic_params is None:
-        return samples[:, 0]
-    return best_candidate(critic, critic_params, critic.see(observation, prefix), samples)[0]
+    return choose(critic, critic_params, observation, prefix, samples)
 
 
 def load_judge(path: str | Path) -> Judge:

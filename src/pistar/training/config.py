@@ -125,9 +125,9 @@ class RLTrainConfig:
     )
     """Of an adaptive temperature: at a constant rate, unless you say otherwise."""
     online: OnlineConfig = dataclasses.field(default_factory=OnlineConfig)
-    """How RIPT practises; nobody else does."""
+    """How a run practises, see `practises`."""
     steps: int = 30_000
-    """Updates, each of one batch; of RIPT, iterations."""
+    """Updates, each of one batch; of a run that practises, iterations."""
     batch_size: int = 32
     """Of all devices and hosts together."""
     fsdp_devices: int | None = None
@@ -167,9 +167,7 @@ class RLTrainConfig:
                 f"gradient_accumulation is {self.gradient_accumulation}, which cannot share a batch of "
                 f"{self.batch_size}; use a divisor of batch_size."
             )
-        for name in (
-            () if isinstance(self.algorithm, RiptConfig) else ("steps", "save_every", "log_every", "audit_every")
-        ):
+        for name in () if self.practises else ("steps", "save_every", "log_every", "audit_every"):
             if getattr(self, name) % self.updates_per_dispatch:
                 raise UserError(
                     f"{name} is {getattr(self, name)}, no multiple of updates_per_dispatch "
@@ -198,8 +196,15 @@ class RLTrainConfig:
                     "think too well of everything; train a bc_… preset with it."
                 )
             self._check_acrlpd(self.algorithm, robot.action_dim)
+            if self.practises:
+                self._check_acrlpd_practice(self.algorithm)
         if isinstance(self.algorithm, RiptConfig):
             self._check_ript(self.algorithm)
+        if isinstance(self.algorithm, BcConfig) and self.online.environment is not None:
+            raise UserError(
+                f"online.environment is {self.online.environment} and {self.name} imitates its data, without any "
+                "practice; leave it out, or choose a ript_… or acrlpd_online_… preset."
+            )
         self.windows()  # refuses horizons that do not fit
 
     def _check_acrlpd(self, algorithm: AcrlpdConfig, action_dim: int) -> None:
@@ -225,10 +230,11 @@ class RLTrainConfig:
                 f"rewards of kind {rewards.kind!r} pay, {paid[0]} and {paid[1]}; set these, so that values are bounded "
                 "by what can be reached."
             )
-        if algorithm.actor != "none" and self.steps <= algorithm.critic_warmup:
+        if algorithm.actor != "none" and self.updates is not None and self.updates <= algorithm.critic_warmup:
+            told = f"steps × online.updates is {self.updates}" if self.practises else f"steps is {self.steps}"
             raise UserError(
-                f"steps is {self.steps} and algorithm.critic_warmup {algorithm.critic_warmup}: the policy would never "
-                "be trained; raise steps or lower the warm-up."
+                f"{told} and algorithm.critic_warmup {algorithm.critic_warmup}: the policy would never be trained; "
+                "raise steps or lower the warm-up."
             )
         if self.batch_size % algorithm.critic_updates:
             raise UserError(
@@ -236,7 +242,32 @@ class RLTrainConfig:
                 "use a multiple."
             )
 
+    def _check_acrlpd_practice(self, algorithm: AcrlpdConfig) -> None:
+        for name, usual, why in (
+            ("replay", "none", "all of its experience is replayed"),
+            ("windows", "looked", "it learns from every step in any case"),
+            ("attempts", 1, "every episode teaches it something"),
+            ("restart", False, "its critic and its policy learn on and on"),
+            ("auto_tune", False, "nothing is known of how its rate should follow its drift"),
+        ):
+            if (value := getattr(self.online, name)) != usual:
+                raise UserError(f"online.{name} is {value}, which is for RIPT; of ACRLPD {why}: leave it at {usual}.")
+        if self.online.execute not in (None, algorithm.horizon):
+            raise UserError(
+                f"online.execute is {self.online.execute} and algorithm.horizon {algorithm.horizon}; the critic values "
+                "exactly what is executed: leave online.execute out."
+            )
+        if self.data.rewards.kind == "recorded":
+            raise UserError(
+                "data.rewards.kind is recorded and practice records no rewards, only how an episode ended; "
+                "use success or time."
+            )
+
     def _check_ript(self, algorithm: RiptConfig) -> None:
+        if self.online.rollouts < 2:
+            raise UserError(
+                f"online.rollouts is {self.online.rollouts}; rollouts judge each other, so there are at least 2."
+            )
         if self.online.replay == "best" and algorithm.weighting != "positive":
             raise UserError(
                 f"online.replay is best, whose successes have weights and no advantages, and algorithm.weighting "
@@ -252,6 +283,25 @@ class RLTrainConfig:
         horizon = self.model.action_horizon
         executed = self.algorithm.horizon if isinstance(self.algorithm, AcrlpdConfig) else horizon
         return WindowOptions(horizon, executed, self.data.tails, self.data.stride)
+
+    @property
+    def practises(self) -> bool:
+        """Whether it makes its own data in a simulator: RIPT always, ACRLPD where `online.environment` names one."""
+        return isinstance(self.algorithm, RiptConfig) or (
+            isinstance(self.algorithm, AcrlpdConfig) and self.online.environment is not None
+        )
+
+    @property
+    def updates(self) -> int | None:
+        """Of the whole run; None where that depends on how practice goes."""
+        if not self.practises:
+            return self.steps
+        return None if self.online.updates is None else self.steps * self.online.updates
+
+    @property
+    def executes(self) -> int | None:
+        """Actions of a chunk before the policy that practises looks again; None: as the environment's usually do."""
+        return self.algorithm.horizon if isinstance(self.algorithm, AcrlpdConfig) else self.online.execute
 
     @property
     def norm_kind(self) -> Norm:

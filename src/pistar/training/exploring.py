@@ -18,8 +18,10 @@ from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Request
 from pistar.errors import UserError
+from pistar.models.critic import Critic
 from pistar.models.pi0 import Params, bind
 from pistar.models.tokenizer import PromptTokenizer
+from pistar.training.acting import Judge, choose
 from pistar.training.online_config import ExplorationConfig
 from pistar.types import AnyArray, Episode, Observation
 
@@ -131,6 +133,15 @@ class Behaviour:
     """Asked for good actions in its prompt, if it has learnt what that means …"""
     guidance: float = 1.0
     """… and so many times as far from what it would do unasked."""
+    best_of: int = 1
+    """Chunks it makes up at a time …"""
+    judge: Judge | None = None
+    """… the best of which is done, by this critic."""
+
+    @property
+    def alone(self) -> "Behaviour":
+        """Without its critic, as it will be served."""
+        return dataclasses.replace(self, best_of=1, judge=None)
 
 
 @dataclasses.dataclass
@@ -169,10 +180,14 @@ class Explorer:
         rows = [0] * self.batch  # where nobody asks, somebody's question stands in
         for index, request in enumerate(requests):
             rows[request.place] = index
+        judge = self.behaviour.judge
         noise, chunks = _sample(
             self.model,
             self.flow_steps,
+            self.behaviour.best_of,
+            None if judge is None else judge.critic,
             self.behaviour.params,
+            None if judge is None else judge.params,
             stack_observations([asked[row] for row in rows]),
             None if unasked is None else stack_observations([unasked[row] for row in rows]),
             self.behaviour.guidance,
@@ -219,11 +234,14 @@ def _misled(frame: Data, mood: Mood) -> Data:
     return frame | {"state": state}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sample(
     config: Pi0Config,
     flow_steps: int,
+    best_of: int,
+    critic: Critic | None,
     params: Params,
+    critic_params: Params | None,
     observation: Observation,
     unasked: Observation | None,
     guidance: float | Float[Array, ""],
@@ -232,17 +250,19 @@ def _sample(
     steps: Int[Array, " b"],
     scales: Float[Array, " b"],
 ) -> tuple[Float[Array, "b h a"], Float[Array, "b h a"]]:
-    """The noise of each row, made of its episode and step, and the chunk that comes of it."""
+    """The noise of each row, made of its episode and step, and the chunk that comes of it; of several the best, and the
+    first one's noise."""
 
-    def draw(episode: Int[Array, ""], step: Int[Array, ""], scale: Float[Array, ""]) -> Float[Array, "h a"]:
+    def draw(episode: Int[Array, ""], step: Int[Array, ""], scale: Float[Array, ""]) -> Float[Array, "n h a"]:
         own = jax.random.fold_in(jax.random.fold_in(key, episode), step)
-        return scale * jax.random.normal(own, (config.action_horizon, config.action_dim))
+        return scale * jax.random.normal(own, (best_of, config.action_horizon, config.action_dim))
 
     noise = jax.vmap(draw)(episodes, steps, scales)
     model = bind(config, params)
     away_from = None if unasked is None else model.encode(unasked)
     asked = model.encode(observation)
-    return noise, model.sample(asked, noise, num_steps=flow_steps, away_from=away_from, guidance=guidance)
+    samples = model.sample(asked, noise, num_steps=flow_steps, away_from=away_from, guidance=guidance)
+    return noise[:, 0], choose(critic, critic_params, observation, asked, samples)
 
 
 @dataclasses.dataclass(frozen=True)

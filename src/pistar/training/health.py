@@ -89,6 +89,8 @@ def troubles(
         yield "policy", "not finite", f"{measured['skipped']:.0%} of the updates had NaN or Inf in their gradient"
     for name, words, limit in (
         ("gradient_norm", "the gradient's norm", c.max_gradient_norm),
+        ("policy_gradient_norm", "the norm of the policy's gradient", c.max_gradient_norm),
+        ("critic_gradient_norm", "the norm of the critic's gradient", c.max_gradient_norm),
         ("learning/drift", "the velocity's distance from the policy that acted", c.max_drift),
     ):
         value = measured.get(name, 0.0)
@@ -156,7 +158,7 @@ def back_to_good(
     if gives_up or config.on_trouble == "stop":
         raise UserError(
             f"The policy is in trouble at iteration {iteration}: {named[0][1]}. Its checkpoints are whole; lower the "
-            "learning rate or raise algorithm.anchor, and resume."
+            "learning rate (of RIPT, or raise algorithm.anchor), and resume."
         )
     return config.on_trouble == "roll_back"
 

@@ -17,7 +17,7 @@ from pistar.config import RiptConfig
 from pistar.models.tokenizer import PromptTokenizer
 from pistar.training.experience import BestOf, Context, load_best, save_best
 from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
-from pistar.training.metrics import Window, add_windows, as_window
+from pistar.training.metrics import Window, add_windows, as_sound_window
 from pistar.training.practice import Group, Practice, Practised, chance
 from pistar.training.run import OnlineRun
 from pistar.types import AnyArray, Observation
@@ -69,12 +69,7 @@ class Learner:
         ) -> tuple[RiptState, Window]:
             def update(state: RiptState, given: tuple[RiptBatch, jax.Array]) -> tuple[RiptState, Window]:
                 state, metrics = agent.update(state, *given, rate)
-                made = 1 - metrics["skipped"]  # an update that was not made has measured nothing else
-                window = {
-                    name: (jnp.where(made, total, 0), count * made)
-                    for name, (total, count) in as_window(metrics).items()
-                }
-                return state, window | {"skipped": (metrics["skipped"], jnp.float32(1))}
+                return state, as_sound_window(metrics)
 
             state, windows = jax.lax.scan(update, state, (batches, keys))
             return state, jax.tree.map(jnp.sum, windows)
@@ -86,10 +81,11 @@ class Learner:
 
     # --- Acting -------------------------------------------------------------------------------------------------------
 
-    def check(self, instruction: str) -> None:
+    def check(self, instruction: str) -> list[str]:
         """Refuse, before anything is rolled out, a task that cannot be labelled."""
         if self._labels is not None:
             self._labels.check(instruction)
+        return []
 
     def behaviour(self, state: RiptState, iteration: int, *, own_copy: bool = False) -> Behaviour:
         """The policy as it acts now. A copy outlasts the updates, which use the state up."""

@@ -40,6 +40,13 @@ def as_window(metrics: Mapping[str, Float[Array, ""]]) -> Window:
     }
 
 
+def as_sound_window(metrics: Mapping[str, Float[Array, ""]]) -> Window:
+    """Of one update that says whether it was `skipped`: then it has measured nothing else."""
+    made = 1 - metrics["skipped"]
+    window = {name: (jnp.where(made, total, 0), count * made) for name, (total, count) in as_window(metrics).items()}
+    return window | {"skipped": (metrics["skipped"], jnp.float32(1))}
+
+
 @jax.jit
 def _add(one: Window, other: Window) -> Window:
     added: Window = jax.tree.map(jnp.add, one, other)

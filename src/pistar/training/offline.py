@@ -4,6 +4,7 @@ Everything that decides a number derives from (seed, step) or is in the checkpoi
 the bit where its last checkpoint stands.
 """
 
+import functools
 import os
 import shutil
 import signal
@@ -19,12 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from rich.console import Console
 
-from pistar.agents.acrlpd import Acrlpd, AcrlpdState
+from pistar.agents.acrlpd import AcrlpdState
 from pistar.agents.flow_bc import FlowBC, FlowBCState
-from pistar.config import RiptConfig
 from pistar.data.frames import cache_home
 from pistar.errors import UserError
-from pistar.models.pi0 import Params
 from pistar.tables import to_table
 from pistar.training.audit import Audit
 from pistar.training.config import (
@@ -42,7 +41,7 @@ from pistar.training.memory import MemoryMonitor
 from pistar.training.metrics import MetricsLog, Window, add_windows, as_window, trackers_of
 from pistar.training.plan import abstract_state, components
 from pistar.training.progress import ProgressLine, describe
-from pistar.training.run import Run, first_params, prepare
+from pistar.training.run import Run, first_params, first_state, prepare
 from pistar.training.saving import Saver, parts_of, restore, saved_steps
 from pistar.training.sharding import dtype_problems, optimizer_problems, state_problems, state_sharding, tree_report
 
@@ -85,7 +84,8 @@ def train(
         window: Window = {}
         if start_from is None:
             # As one program: the compilation cache keeps it, where hundreds of small ones are made anew each time.
-            begin = jax.jit(lambda params: _first_state(run, params), donate_argnums=0, out_shardings=where)
+            first = functools.partial(first_state, config, run.agent)
+            begin = jax.jit(first, donate_argnums=0, out_shardings=where)
             state = in_step("the first state", begin)(first_params(config, run.mesh))
         else:
             state, window = restore(checkpoints, start_from, abstract, where, lambda s: parts_of(run.agent, s))
@@ -183,13 +183,6 @@ def _dispatches(run: Run, step: int) -> Generator[tuple[Any, ...]]:
 # --- The state --------------------------------------------------------------------------------------------------------
 
 
-def _first_state(run: Run, params: Params) -> Any:  # noqa: ANN401  # the agent's own
-    if not isinstance(run.agent, Acrlpd):
-        return run.agent.init_from(params)
-    # Apart from the keys of the steps, which count from 0.
-    return run.agent.init_from(params, jax.random.fold_in(jax.random.key(run.config.seed), 2**31))
-
-
 def _check_shapes(run: Run, abstract: object, console: Console) -> None:
     """A real batch through the real update, but only its shapes. Of several hosts each has some of the rows."""
     batches = tuple(
@@ -242,7 +235,7 @@ def claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overw
             raise UserError(
                 f"{folder} is at step {steps[-1]} of {config.steps} already; raise --steps to train it further."
             )
-        if steps and steps[-1] % config.updates_per_dispatch and not isinstance(config.algorithm, RiptConfig):
+        if steps and steps[-1] % config.updates_per_dispatch and not config.practises:
             raise UserError(
                 f"{folder} is at step {steps[-1]}, no multiple of updates_per_dispatch {config.updates_per_dispatch}; "
                 "go on with 1, or with a divisor."
@@ -263,6 +256,12 @@ def claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overw
 
 
 def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -> None:
+    if old.practises != new.practises:
+        was, now = ("practised", "would not") if old.practises else ("learnt from data alone", "would practise")
+        raise UserError(
+            f"{new.folder} {was} and now {now} (online.environment is {new.online.environment}); "
+            "start a new run from its checkpoint."
+        )
     for name, (before, after) in differences(old, new).items():
         if name.startswith(SET_FOR_GOOD) or name.endswith(".type"):
             raise UserError(

@@ -1,10 +1,11 @@
-"""RIPT, top to bottom: practise, learn from what was done, see how it goes, again.
+"""Learning by practice, top to bottom: practise, learn from what was done, see how it goes, again.
 
 Everything that decides a number derives from (seed, iteration) or is in the checkpoint, so a run that was killed goes
 on where its last checkpoint stands, to the bit.
 """
 
 import dataclasses
+import functools
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
 
-from pistar.agents.ript import RiptState
-from pistar.config import RiptConfig
+from pistar.config import AcrlpdConfig, RiptConfig
 from pistar.envs.env import EnvOptions, find_tasks
 from pistar.envs.vector import Environments
 from pistar.errors import UserError
@@ -37,13 +38,14 @@ from pistar.training.health import (
     tune,
 )
 from pistar.training.hosts import several
-from pistar.training.learner import Kept, Learner, Stride
+from pistar.training.learner import Stride
+from pistar.training.learners import make_learner
 from pistar.training.memory import resident_bytes
 from pistar.training.metrics import MetricsLog, means, trackers_of
 from pistar.training.offline import CONFIG_FILE, StopRequest, claim_folder, compare_contracts, use_compilation_cache
 from pistar.training.plan import abstract_state
 from pistar.training.practice import Practice, Practised
-from pistar.training.run import OnlineRun, first_params, prepare_online
+from pistar.training.run import OnlineRun, first_params, first_state, prepare_online
 from pistar.training.saving import Saver, parts_of, restore
 from pistar.training.sharding import state_sharding
 
@@ -53,7 +55,7 @@ def train(
 ) -> Path | None:
     """Run it to its last iteration. Returns the last checkpoint, or nothing where none was made."""
     if several():
-        raise UserError("RIPT runs on one host so far; leave the options for several out.")
+        raise UserError("Practice runs on one host so far; leave the options for several out.")
     use_compilation_cache()
     tasks, online = _tasks(config), config.online
     folder, checkpoints = config.folder, config.folder / "checkpoints"
@@ -69,22 +71,21 @@ def train(
         abstract = abstract_state(config, run.agent)
         where = state_sharding(abstract, run.mesh)
         practice = Practice(config, run.ground, envs)
-        learner = Learner(run, practice, where)
+        learner = make_learner(run, practice, where)
         for scene in envs.scenes.values():
-            learner.check(scene.instruction)
+            for note in learner.check(scene.instruction):
+                console.print(f"note: {note}", markup=False, highlight=False)
         _describe(run, envs, console)
         if dry_run:
             console.print("Dry run: weights, data and environment agree. Nothing was trained or written.")
             return None
 
-        def state_of(step: int | None) -> RiptState:
+        def state_of(step: int | None) -> Any:  # noqa: ANN401  # the agent's own
             """As it was saved, or as it begins."""
             if step is not None:
-                restored: RiptState = restore(checkpoints, step, abstract, where, lambda s: parts_of(run.agent, s))[0]
-                return restored
-            begin = jax.jit(run.agent.init_from, donate_argnums=0, out_shardings=where)
-            first: RiptState = begin(first_params(config, run.mesh))
-            return first
+                return restore(checkpoints, step, abstract, where, lambda s: parts_of(run.agent, s))[0]
+            first = functools.partial(first_state, config, run.agent)
+            return jax.jit(first, donate_argnums=0, out_shardings=where)(first_params(config, run.mesh))
 
         state, course, iteration = state_of(start_from), Course(), start_from or 0
         if start_from is not None:
@@ -111,7 +112,7 @@ def train(
                 take_note(course, 0, found, online.min_gain)
                 log.log(0, {}, found)
                 console.print(f"before: {_told_evaluation(found)}", markup=False, highlight=False)
-            ahead: Future[Practised[Kept]] | None = None
+            ahead: Future[Practised[Any]] | None = None
             while iteration < config.steps and not course.finished and not stop.requested():
                 with console.status(f"iteration {iteration + 1} of {config.steps}: practising …"):
                     done = ahead.result() if ahead else learner.practise(learner.behaviour(state, iteration), iteration)
@@ -120,6 +121,7 @@ def train(
                     events.note(iteration, fault.kind, fault.detail, what, show=False, task=task, start_id=start)
                 done.measured["practice/policy_age"] = float(ahead is not None)
                 lessons = learner.lessons(done.kept, iteration)
+                done = dataclasses.replace(done, kept=())  # theirs now, to keep or to forget
                 known = practice.starts.copy_of_known()  # as learnt from so far, whoever practises meanwhile
                 ahead = None
                 if online.overlap and not _rests(config, iteration + 1):
@@ -143,8 +145,9 @@ def train(
                     highlight=False,
                 )
                 measured = done.measured | learnt | means(window) | found
-                first_resident = resident_bytes()[0] if iteration <= (start_from or 0) + 2 else first_resident
-                wrong = list(troubles(online.health, course, measured, (first_resident, resident_bytes()[0])))
+                resident = resident_bytes()[0] - int(learnt.get("replay/bytes", 0))  # which is meant to grow
+                first_resident = resident if iteration <= (start_from or 0) + 2 else first_resident
+                wrong = list(troubles(online.health, course, measured, (first_resident, resident)))
                 if any(whose == "policy" for whose, _, _ in wrong):
                     if ahead is not None:
                         ahead.result()  # by a policy nobody wants; its simulators must be free
@@ -203,7 +206,7 @@ def _writer(course: Course, known: dict[Context, Start], best: Callable[[Path], 
 
 def _tasks(config: RLTrainConfig) -> list[str]:
     """Their names, before anything is loaded."""
-    assert isinstance(config.algorithm, RiptConfig)
+    assert config.practises
     name = config.online.environment
     if name is None:
         raise UserError(f"{config.name} names no environment; add --online.environment NAME, as metaworld/push-v3.")
@@ -248,24 +251,34 @@ def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
 
 def _describe(run: OnlineRun, envs: Environments, console: Console) -> None:
     config, online, scene = run.config, run.config.online, envs.scene
-    assert isinstance(config.algorithm, RiptConfig)
     told = scene.name if len(envs.scenes) == 1 else f"{len(envs.scenes)} tasks of {online.environment}"
     explores = f"{online.exploration.total:.0%} of rollouts explore" if online.exploration.total else "no exploration"
     console.print(
         f"{config.name}: {told} ({scene.limit} steps), from {config.checkpoint}; {config.steps} iterations of "
-        f"{online.contexts} start states × {online.rollouts} rollouts ({config.algorithm.weighting}, replay "
-        f"{online.replay}, {explores}); norm stats from {run.ground.norm_stats_from}; run in {config.folder}",
+        f"{online.contexts} start states × {online.rollouts} rollouts ({_told_algorithm(run)}, {explores}); "
+        f"norm stats from {run.ground.norm_stats_from}; run in {config.folder}",
         markup=False,
         highlight=False,
     )
-    if config.algorithm.weighting == "signed" and not config.algorithm.anchor:
+    if isinstance(a := config.algorithm, RiptConfig) and a.weighting == "signed" and not a.anchor:
         console.print("note: signed weights without an anchor have no least loss and diverge; set algorithm.anchor.")
 
 
+def _told_algorithm(run: OnlineRun) -> str:
+    algorithm, online = run.config.algorithm, run.config.online
+    if isinstance(algorithm, RiptConfig):
+        return f"{algorithm.weighting}, replay {online.replay}"
+    assert isinstance(algorithm, AcrlpdConfig)
+    shown = run.demonstrated / run.config.batch_size
+    return f"{algorithm.actor}, best of {algorithm.candidates}, {shown:.0%} of each batch from data"
+
+
 def _told_practice(measured: dict[str, float]) -> str:
+    groups = f"{measured['practice/informative']:.0f} of {measured['practice/start_states']:.0f} groups informative, "
+    compared = measured["practice/episodes"] > measured["practice/start_states"]
     return (
         f"practised {measured['practice/episodes']:.0f} episodes, {measured['practice/success']:.0%} succeeded, "
-        f"{measured['practice/informative']:.0f} of {measured['practice/start_states']:.0f} groups informative, "
+        f"{groups if compared else ''}"
         f"{measured['time/steps_per_second']:.0f} steps/s"
     )
 
@@ -281,7 +294,9 @@ def _told_learning(learnt: dict[str, float]) -> str:
 
 def _told_evaluation(found: dict[str, float]) -> str:
     parts = []
-    for name, words in (("zero_noise", "without noise"), ("sampled", "sampled")):
+    for name, words in (("zero_noise", "without noise"), ("sampled", "sampled"), ("best_of_n", "best of N")):
+        if f"evaluation/{name}" not in found:
+            continue
         won, of = int(found[f"evaluation/{name}"]), int(found[f"evaluation/{name}_of"])
         low, high = wilson(won, of)
         parts.append(f"{won}/{of} {words} ({low:.0%} to {high:.0%})")

@@ -173,14 +173,18 @@ class OnlineConfig:
     every start state so far, the more the seldomer it succeeds."""
     replay_keeps: int = 2
     """Successes of a start state `best` keeps."""
+    replay_capacity: int = 100_000
+    """Steps ACRLPD's replay buffer holds, those of the newest episodes: 147 kB each for every camera of 224² …"""
+    replay_min_steps: int = 1_000
+    """… and has to hold before it is drawn from. Until then batches are all from the datasets."""
     windows: Windows = "looked"
     """Where chunks to learn from begin. `looked`: where the policy looked, as it put them out. `every_step`: at every
     step executed, with what was done from there on in that step's own frame: several times as many, but cameras have
     to see every step."""
     demonstrations: float = 0.1
-    """Share of each batch that is from the datasets, if there are any."""
+    """Share of each batch that is from the datasets, if there are any. RLPD: half."""
     epochs: float = 1.0
-    """Times each chunk is learnt from in an iteration, on average …"""
+    """Times each chunk is learnt from in an iteration, on average (ACRLPD: own windows drawn for each step done) …"""
     updates: int | None = None
     """… or so many updates, however many chunks there are."""
     restart: bool = False
@@ -204,11 +208,15 @@ class OnlineConfig:
     tuning: TuningConfig = dataclasses.field(default_factory=TuningConfig)
 
     def __post_init__(self) -> None:
-        for name in ("environments", "contexts", "attempts", "replay_keeps", "evaluate_episodes"):
+        counts = ("environments", "contexts", "rollouts", "attempts", "replay_keeps", "evaluate_episodes")
+        for name in (*counts, "replay_min_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"online.{name} is {getattr(self, name)}; use a whole number of at least 1.")
-        if self.rollouts < 2:
-            raise UserError(f"online.rollouts is {self.rollouts}; rollouts judge each other, so there are at least 2.")
+        if self.replay_capacity < self.replay_min_steps:
+            raise UserError(
+                f"online.replay_capacity is {self.replay_capacity} and replay_min_steps {self.replay_min_steps}: it "
+                "would never be drawn from; raise the one or lower the other."
+            )
         for name in ("limit", "execute", "updates"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"online.{name} is {getattr(self, name)}; use at least 1, or none.")

@@ -193,7 +193,7 @@ def scratch_bytes(config: RLTrainConfig, mesh: Mesh) -> int:
 def audit_bytes(config: RLTrainConfig, mesh: Mesh) -> int:
     """The same of a look at the critic."""
     agent, rows = make_agent(config), config.batch_size // config.gradient_accumulation
-    if not isinstance(agent, Acrlpd) or not config.audit_every or not config.data.held_out:
+    if not isinstance(agent, Acrlpd) or config.practises or not config.audit_every or not config.data.held_out:
         return 0
     batch: Any = abstract_batch(config, rows)
     shown = _unchecked(
@@ -372,7 +372,7 @@ def find_remedy(
         mesh = make_mesh(pulled)
         # No update is without the state, and a gradient of each weight that trains.
         state = abstract_state(pulled, make_agent(pulled))
-        trained = (state.policy if isinstance(state, AcrlpdState) else state).trained
+        trained = (state if isinstance(state, FlowBCState) else state.policy).trained
         if bytes_per_device(state, mesh) + bytes_per_device(trained, mesh) > HEADROOM * memory:
             continue
         most = config.batch_size // mesh.size

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from pistar.agents.estimators import informative
 from pistar.data.robots import input_transform, output_transform
+from pistar.envs.env import Scene
 from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Fault
@@ -118,7 +119,7 @@ class Practice:
         self._config, self._envs, self._robot = config, envs, ground.inputs.robot
         inputs, horizon = ground.inputs, config.model.action_horizon
         self.starts = Starts(config.online.starts, {name: scene.train for name, scene in envs.scenes.items()})
-        self.execute = min(config.online.execute or envs.scene.execute or horizon, horizon)
+        self.execute = min(config.executes or envs.scene.execute or horizon, horizon)
         self._inputs = input_transform(
             inputs.robot,
             inputs.stats,
@@ -130,6 +131,11 @@ class Practice:
             default_prompt=None,
         )
         self._outputs = output_transform(inputs.robot, inputs.stats, inputs.norm)
+
+    @property
+    def scene(self) -> Scene:
+        """Where it practises."""
+        return self._envs.scene
 
     def practise(
         self, behaviour: Behaviour, iteration: int, keep: Callable[[Group], T], *, record: bool, plans: bool
@@ -194,12 +200,16 @@ class Practice:
         return stepwise_chunks(episode, self._inputs, self._config.model.action_horizon)
 
     def judge(self, behaviour: Behaviour) -> dict[str, float]:
-        """Successes on held-out start states: without noise, and with the flow's own. The same noise every time."""
+        """Successes on held-out start states: without noise, and with the flow's own. The same noise every time. Where
+        a critic chooses in practice, it does so in a count of its own."""
         episodes, scenes = self._config.online.evaluate_episodes, self._envs.scenes
         starts = [(task, start) for task, scene in scenes.items() for start in scene.held_out[:episodes]]
+        trials = {"zero_noise": (ZERO_NOISE, behaviour.alone), "sampled": (Mood(), behaviour.alone)}
+        if behaviour.judge is not None:
+            trials["best_of_n"] = (Mood(), behaviour)
         found: dict[str, float] = {}
-        for name, mood in (("zero_noise", ZERO_NOISE), ("sampled", Mood())):
-            explorer = self._explorer(behaviour, chance(self._config, 3), [mood] * len(starts), keep=False)
+        for name, (mood, acting) in trials.items():
+            explorer = self._explorer(acting, chance(self._config, 3), [mood] * len(starts), keep=False)
             for rollout in roll_out(self._envs, starts, explorer, execute=self.execute):
                 if rollout.episode is None:
                     continue

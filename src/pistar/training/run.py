@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -154,7 +155,7 @@ class OnlineRun:
     """A run that makes its own data, ready to begin."""
 
     config: RLTrainConfig
-    agent: Ript
+    agent: Ript | Acrlpd
     mesh: jax.sharding.Mesh
     demonstrations: Loader | None
     ground: Ground
@@ -182,14 +183,13 @@ def prepare_online(config: RLTrainConfig) -> OnlineRun:
         )
     data = [_label(config, name) for name in config.data.datasets] if demonstrated(config) else []
     ground = _agree(config, data)
-    train = [
-        source.select(part.train)
-        for source, part in zip(_sources(config, data, ground.inputs, dry=False), data, strict=True)
-    ]
+    sources = _sources(config, data, ground.inputs, dry=False)
+    train = [source.select(part.train) for source, part in zip(sources, data, strict=True)]
     agent = make_agent(config)
-    assert isinstance(agent, Ript)
+    assert not isinstance(agent, FlowBC)
     loader = _loader(config, train, demonstrated(config), mesh, dry=False) if train else None
-    return OnlineRun(config, agent, mesh, loader, ground)
+    notes = (*ground.notes, *_schedule_notes(config), *(note for source in sources for note in source.notes))
+    return OnlineRun(config, agent, mesh, loader, dataclasses.replace(ground, notes=(*dict.fromkeys(notes),)))
 
 
 def _sources(config: RLTrainConfig, data: Sequence[_Labelled], inputs: ModelInputs, *, dry: bool) -> list[ChunkSource]:
@@ -266,6 +266,14 @@ def first_params(config: RLTrainConfig, mesh: jax.sharding.Mesh) -> Params:
     return params
 
 
+def first_state(config: RLTrainConfig, agent: Agent, params: Params) -> Any:  # noqa: ANN401  # the agent's own
+    """What an agent begins with."""
+    if not isinstance(agent, Acrlpd):
+        return agent.init_from(params)
+    # Apart from the keys of the steps, which count from 0.
+    return agent.init_from(params, jax.random.fold_in(jax.random.key(config.seed), 2**31))
+
+
 def _datasets(config: RLTrainConfig) -> Sequence[str]:
     if not config.data.datasets:
         raise UserError(
@@ -329,12 +337,14 @@ def _check_rewards(config: RLTrainConfig, name: str, labels: Labels) -> None:
 
 def _schedule_notes(config: RLTrainConfig) -> list[str]:
     """Where a rate would not come down by the end of the run, or long before it."""
-    updates = {"policy_optimizer": float(config.steps)}
+    if config.updates is None or config.online.restart:
+        return []
+    updates = {"policy_optimizer": float(config.updates)}
     if isinstance(config.algorithm, AcrlpdConfig):
         a = config.algorithm
-        updates = {"critic_optimizer": float(config.steps * a.critic_updates)}
+        updates = {"critic_optimizer": float(config.updates * a.critic_updates)}
         if a.actor != "none":
-            updates["policy_optimizer"] = (config.steps - a.critic_warmup) / a.actor_delay
+            updates["policy_optimizer"] = (config.updates - a.critic_warmup) / a.actor_delay
     notes = []
     for name, made in updates.items():
         schedule = getattr(config, name).schedule

@@ -1,0 +1,70 @@
+"""A replay buffer that comes back as it was, and volumes that are written once."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from data.test_replay import draw, episode, replay
+from pistar.data.replay import Replay
+from pistar.data.replay_files import FOLDER, load_replay, save_replay
+
+
+def filled(buffer: Replay, numbers: range) -> Replay:
+    for number in numbers:
+        buffer.add(episode(number, 4 + number % 3, ("success", "failure", "timeout")[number % 3]))
+    return buffer
+
+
+def assert_comes_back(buffer: Replay, folder: Path) -> Replay:
+    again = replay(20)
+    again.refill(load_replay(folder, buffer.episodes))
+    same = jax.tree.map(np.array_equal, draw(buffer, step=7), draw(again, step=7))
+    assert jax.tree.all(same)
+    assert [kept.number for kept in again.contents()] == [kept.number for kept in buffer.contents()]
+    return again
+
+
+def test_a_buffer_comes_back_with_its_pictures_and_goes_on_alike(tmp_path: Path) -> None:
+    buffer = filled(replay(20), range(7))
+    save_replay(tmp_path, buffer.contents(), None)
+    again = assert_comes_back(buffer, tmp_path)
+    filled(buffer, range(7, 9))
+    filled(again, range(7, 9))
+    assert jax.tree.all(jax.tree.map(np.array_equal, draw(buffer), draw(again)))
+    assert [kept.number for kept in again.contents()] == [kept.number for kept in buffer.contents()]
+
+
+def test_what_an_earlier_checkpoint_has_is_linked_and_what_has_gone_is_left_out(tmp_path: Path) -> None:
+    buffer, steps = replay(20), [tmp_path / str(step) for step in range(4)]
+    for step, folder in enumerate(steps):
+        folder.mkdir()
+        filled(buffer, range(2 * step, 2 * step + 2))
+        save_replay(folder, buffer.contents(), steps[step - 1] if step else None)
+        assert_comes_back(buffer, folder)
+    names = [sorted(file.name for file in (folder / FOLDER).iterdir()) for folder in steps]
+    assert [len(each) for each in names] == [1, 2, 2, 2]  # of 20 steps: the third episode's volume still has one
+    assert names[1][0] == names[0][0]
+    assert (steps[1] / FOLDER / names[0][0]).stat().st_nlink == 2
+    assert names[0][0] not in names[2]
+
+
+def test_without_links_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    buffer = filled(replay(20), range(2))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    save_replay(tmp_path / "1", buffer.contents(), None)
+    filled(buffer, range(2, 4))
+    save_replay(tmp_path / "2", buffer.contents(), tmp_path / "1")
+    assert_comes_back(buffer, tmp_path / "2")
+
+
+def test_nothing_yet_is_saved_too(tmp_path: Path) -> None:
+    save_replay(tmp_path, (), None)
+    assert load_replay(tmp_path, 0) == []
