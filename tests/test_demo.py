@@ -37,3 +37,16 @@ def test_the_demo_runs_through_and_goes_on_where_it_was(tmp_path: Path, capsys: 
     with av.open(str(out / "bc_and_acrlpd.mp4")) as film:
         frame = next(film.decode(video=0))
     assert frame.width == 2 * frame.height
+
+
+def test_the_demo_of_practice_runs_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo"
+    main(["demo", "--algo", "ript", "--quick", "--out", str(out)])
+    told = capsys.readouterr().out
+    assert "RIPT against BC, start state by start state" in told
+    assert len(open_dataset(out / "dataset").episodes) == 2
+    judged = [load_evaluation(out / f"{name}.json") for name in ("bc", "ript")]
+    assert [len(each.results[0].trials) for each in judged] == [4, 4]
+    assert "held-out successes" in (out / "result.svg").read_text()
+    main(["verify", str(out / "runs" / "ript" / "checkpoints" / "1")])
+    assert "Whole and sound" in capsys.readouterr().out

@@ -1,16 +1,17 @@
 """`pistar demo`: the whole road on one's own machine, in minutes.
 
-A simulated arm, demonstrations three quarters of which are spoilt, a small π₀ that imitates them, and ACRLPD, which
-finds out what of them was good. Every step is what the commands do; a stopped demo goes on where it was.
+`--algo acrlpd`: a simulated arm, demonstrations three quarters of which are spoilt, a small π₀ that imitates them, and
+ACRLPD, which finds out what of them was good. `--algo ript`: a few good demonstrations, a small π₀ that imitates them,
+and RIPT, which practises. Every step is what the commands do; a stopped demo goes on where it was.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -29,7 +30,7 @@ from pistar.errors import UserError
 from pistar.presets import get_config
 from pistar.report.charts import success_chart
 from pistar.report.video import write_video
-from pistar.training import offline
+from pistar.training import offline, online
 from pistar.training.acting import Actor
 from pistar.training.config import RLTrainConfig
 from pistar.training.counting import wilson
@@ -52,42 +53,79 @@ from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
 from pistar.training.weighing import weigh
 
-ENV = "metaworld/pick-place-v3"
-LIMIT = 200
-SPOILT, NOISE = 0.75, 0.1
+Algo = Literal["acrlpd", "ript"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is played, and by whom."""
+
+    env: str
+    limit: int
+    script: Script
+    """Who demonstrates; its seed is set later."""
+    names: Mapping[str, str]
+    """Of everybody that is trained."""
+    judged: tuple[str, ...]
+    """In the order of the table. The first is filmed beside the last, and the last compared with the one before it."""
+
+
+STAGES: dict[Algo, Stage] = {
+    "acrlpd": Stage(
+        "metaworld/pick-place-v3",
+        200,
+        Script("pistar.envs.behaviours:mixed", {"noise": 0.1, "spoilt": 0.75}),
+        {
+            "bc": "BC, where the others begin",
+            "successes": "BC on successes",
+            "critic": "ACRLPD's critic",
+            "acrlpd": "ACRLPD",
+        },
+        ("bc", "successes", "acrlpd"),
+    ),
+    "ript": Stage(
+        "metaworld/push-v3",
+        150,
+        Script("pistar.envs.behaviours:expert", {"noise": 0.1}),
+        {"bc": "BC, where RIPT begins", "ript": "RIPT"},
+        ("bc", "ript"),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """How much of everything. Chosen on seed 0."""
 
+    algo: Algo = "acrlpd"
     demonstrations: int = 200
     tasks: int = 100
     """Start states the policies are judged by, and none of them has seen."""
     imitated: int = 3_000
-    """Updates of BC, from which ACRLPD goes on."""
+    """Updates of BC, from which the others go on."""
     critic: int = 2_000
     """Updates of the critic."""
     improved: int = 5_000
-    """Updates of the policy by what the critic says."""
+    """Updates of the policy by what the critic says; of RIPT, iterations of practice."""
+    contexts: int = 100
+    """Start states in an iteration of practice."""
     batch: int = 128
 
 
-QUICK = Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16)
-"""Shows that everything runs, and nothing else."""
-
-NAMES = {
-    "bc": "BC, where the others begin",
-    "successes": "BC on successes",
-    "critic": "ACRLPD's critic",
-    "acrlpd": "ACRLPD",
+BUDGETS: dict[Algo, Budget] = {
+    "acrlpd": Budget(),
+    "ript": Budget("ript", demonstrations=5, imitated=1_500, critic=0, improved=8),
 }
-JUDGED = ("bc", "successes", "acrlpd")
+QUICK: dict[Algo, Budget] = {
+    "acrlpd": Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16),
+    "ript": Budget("ript", demonstrations=2, tasks=4, imitated=20, critic=0, improved=1, contexts=4, batch=16),
+}
+"""Shows that everything runs, and nothing else."""
 
 
 def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
     """All of it."""
-    began = time.monotonic()
+    began, stage = time.monotonic(), STAGES[budget.algo]
     _claim(out, seed, budget)
     data = out / "dataset"
     with _stage("collecting demonstrations", console):
@@ -96,53 +134,67 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
 
     checkpoints: dict[str, Path] = {}
     weights = out / "weights.npz"
-    for name, config in _runs(out, data, seed, budget).items():
+    runs = _acrlpd_runs if budget.algo == "acrlpd" else _ript_runs
+    for name, config in runs(out, data, seed, budget).items():
         if name != "bc":
             config = dataclasses.replace(config, checkpoint=str(checkpoints["bc"]))
         if name == "acrlpd":
             with _stage("weighing the demonstrations, window by window", console):
                 _weigh(checkpoints["critic"], weights, console)
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, weighed=weights))
-        with _stage(f"training {NAMES[name]}", console):
+        with _stage(f"training {stage.names[name]}", console):
             checkpoints[name] = _train(config, console)
 
     evaluations = {}
-    for name in JUDGED:
-        with _stage(f"judging {NAMES[name]} on {budget.tasks} start states nobody has seen", console):
+    for name in stage.judged:
+        with _stage(f"judging {stage.names[name]} on {budget.tasks} start states nobody has seen", console):
             evaluations[name] = _judge(checkpoints[name], out / f"{name}.json", seed, budget, console)
 
-    console.print(_table(evaluations))
-    pairs = compare(evaluations["acrlpd"], evaluations["successes"])
+    console.print(_table(stage, evaluations))
+    rival, best = stage.judged[-2:]
+    pairs = compare(evaluations[best], evaluations[rival])
     console.print(
-        f"ACRLPD against BC on successes, start state by start state: {pairs.only_first} only by ACRLPD, "
-        f"{pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
+        f"{_short(stage, best)} against {_short(stage, rival)}, start state by start state: {pairs.only_first} only by "
+        f"{_short(stage, best)}, {pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
     )
-    curves = {
-        f"{NAMES[run]}: {what}": _curve(read_metrics(out / "runs" / run / "metrics.jsonl"), metric)
-        for run, metric, what in (
-            ("critic", "critic_loss", "loss"),
-            ("critic", "q_mean", "value of the data"),
-            ("acrlpd", "loss", "loss, by weight"),
-        )
-    }
     picture = out / "result.svg"
-    counts = {NAMES[name]: pooled(each.results) for name, each in evaluations.items()}
+    counts = {stage.names[name]: pooled(each.results) for name, each in evaluations.items()}
     picture.write_text(
         success_chart(
             {name: (won, of, *wilson(won, of)) for name, (won, of) in counts.items()},
-            curves,
-            title=f"{ENV}: successes of {budget.tasks}, and how ACRLPD learnt",
+            _curves(out, budget),
+            title=f"{stage.env}: successes of {budget.tasks}, and how {_short(stage, best)} learnt",
         ),
         encoding="utf-8",
     )
     console.print(f"Drew {picture}")
-    film = _film(checkpoints, evaluations, out, seed)
-    console.print(f"Filmed {film}" if film else "No start state where BC fails and ACRLPD succeeds, so no film.")
-    best = checkpoints["acrlpd"]
-    if problems := verify(best).problems:
+    film = _film(stage, checkpoints, evaluations, out, seed)
+    nothing = f"No start state where BC fails and {_short(stage, best)} succeeds, so no film."
+    console.print(f"Filmed {film}" if film else nothing)
+    if problems := verify(checkpoints[best]).problems:
         raise AssertionError(f"the demo's own checkpoint is not sound: {problems}")
-    console.print(f"{best} is an OpenPI checkpoint (pistar verify finds it whole and sound).")
+    console.print(f"{checkpoints[best]} is an OpenPI checkpoint (pistar verify finds it whole and sound).")
     console.print(f"Took {(time.monotonic() - began) / 60:.1f} minutes.")
+
+
+def _short(stage: Stage, name: str) -> str:
+    return stage.names[name].partition(",")[0]
+
+
+def _curves(out: Path, budget: Budget) -> dict[str, dict[int, float]]:
+    """How it learnt."""
+    told = {
+        "acrlpd": (
+            ("critic", "critic_loss", "ACRLPD's critic: loss"),
+            ("critic", "q_mean", "ACRLPD's critic: value of the data"),
+            ("acrlpd", "loss", "ACRLPD: loss, by weight"),
+        ),
+        "ript": (
+            ("ript", "evaluation/sampled", "held-out successes, by iteration"),
+            ("ript", "practice/success", "success in practice, exploring"),
+        ),
+    }[budget.algo]
+    return {what: _curve(read_metrics(out / "runs" / run / "metrics.jsonl"), metric) for run, metric, what in told}
 
 
 def _claim(out: Path, seed: int, budget: Budget) -> None:
@@ -166,7 +218,35 @@ def _stage(what: str, console: Console) -> Iterator[None]:
     console.print(f"({time.monotonic() - since:.0f} s)")
 
 
-def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
+def _ript_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
+    """What is trained: imitation of the demonstrations, and practice on from there."""
+    stage, ript = STAGES["ript"], get_config("ript_metaworld")
+    bc = _acrlpd_runs(out, data, seed, budget)["bc"]
+    online = dataclasses.replace(
+        ript.online,
+        environment=stage.env,
+        limit=stage.limit,
+        contexts=budget.contexts,
+        evaluate_every=2,
+        evaluate_episodes=budget.tasks,
+    )
+    demonstrations = dataclasses.replace(ript.data, datasets=(str(data),), held_out=0.0)
+    return {
+        "bc": dataclasses.replace(bc, data=dataclasses.replace(bc.data, held_out=0.0)),
+        "ript": dataclasses.replace(
+            ript,
+            exp_name="ript",
+            data=demonstrations,
+            online=online,
+            runs=out / "runs",
+            steps=budget.improved,
+            batch_size=budget.batch,
+            seed=seed,
+        ),
+    }
+
+
+def _acrlpd_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
     """What is trained: imitation of everything; and on from there, imitation of successes, a critic, and ACRLPD."""
     bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
 
@@ -207,14 +287,15 @@ def _runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrain
 
 
 def _collect(data: Path, seed: int, budget: Budget, console: Console) -> str:
-    """Through the scripted expert, three quarters of whose segments are spoilt. How many succeeded, in words."""
+    """Through a script. How many succeeded, in words."""
     if data.exists():
         return ", from before"
-    script = Script("pistar.envs.behaviours:mixed", {"noise": NOISE, "spoilt": SPOILT}, seed)
-    setting = Setting(ENV, budget.demonstrations, "train", options=EnvOptions(limit=LIMIT), seed=seed)
+    stage = STAGES[budget.algo]
+    script = dataclasses.replace(stage.script, seed=seed)
+    setting = Setting(stage.env, budget.demonstrations, "train", options=EnvOptions(limit=stage.limit), seed=seed)
     won = 0
     with episodes_shown("demonstrations", console) as show:
-        rollouts = run_task(ENV, setting, Player(script, None, 1), record=True)
+        rollouts = run_task(stage.env, setting, Player(script, None, 1), record=True)
         scene, total, first = next(rollouts)
         with dataset_writer(data, scene, find_robot(scene.robot)) as writer:
             for rollout in (first, *(each for _, _, each in rollouts)):
@@ -232,7 +313,8 @@ def _train(config: RLTrainConfig, console: Console) -> Path:
     if done and done[-1] == config.steps:
         console.print("done before")
         return config.folder / "checkpoints" / str(config.steps)
-    checkpoint = offline.train(config, console, resume=bool(done), overwrite=not done)
+    train = online.train if config.practises else offline.train
+    checkpoint = train(config, console, resume=bool(done), overwrite=not done)
     if checkpoint is None or int(checkpoint.name) < config.steps:
         raise UserError("Stopped; the same command goes on.")
     return checkpoint
@@ -256,7 +338,8 @@ def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Con
     if path.exists():
         console.print("done before")
         return load_evaluation(path)
-    setting = Setting(ENV, budget.tasks, "held-out", options=EnvOptions(limit=LIMIT), seed=seed)
+    stage = STAGES[budget.algo]
+    setting = Setting(stage.env, budget.tasks, "held-out", options=EnvOptions(limit=stage.limit), seed=seed)
     with episodes_shown("episodes", console) as show:
         found = evaluate(
             setting,
@@ -269,12 +352,12 @@ def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Con
     return found
 
 
-def _table(evaluations: dict[str, Evaluation]) -> Table:
-    table = Table("", "succeeded", "rate", "95 %", title=f"{ENV}, held-out start states")
+def _table(stage: Stage, evaluations: dict[str, Evaluation]) -> Table:
+    table = Table("", "succeeded", "rate", "95 %", title=f"{stage.env}, held-out start states")
     for name, evaluation in evaluations.items():
         won, of = pooled(evaluation.results)
         low, high = wilson(won, of)
-        table.add_row(NAMES[name], f"{won}/{of}", f"{won / of:.0%}", f"{low:.0%} to {high:.0%}")
+        table.add_row(stage.names[name], f"{won}/{of}", f"{won / of:.0%}", f"{low:.0%} to {high:.0%}")
     return table
 
 
@@ -283,9 +366,12 @@ def _curve(metrics: list[dict[str, Any]], name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in metrics if name in line}
 
 
-def _film(checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out: Path, seed: int) -> Path | None:
+def _film(
+    stage: Stage, checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out: Path, seed: int
+) -> Path | None:
     """Both policies from one start state where imitation fails and π* succeeds, side by side."""
-    (lost,), (gained,) = (evaluations[name].results for name in ("bc", "acrlpd"))
+    shown = (stage.judged[0], stage.judged[-1])
+    (lost,), (gained,) = (evaluations[name].results for name in shown)
     starts = [
         before.start_id
         for before, after in zip(lost.trials, gained.trials, strict=True)
@@ -294,18 +380,18 @@ def _film(checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out:
     if not starts:
         return None
     films = []
-    with Environments(ENV, EnvOptions(limit=LIMIT), count=1, workers=1) as envs:
-        for name in ("bc", "acrlpd"):
+    with Environments(stage.env, EnvOptions(limit=stage.limit), count=1, workers=1) as envs:
+        for name in shown:
             player = _player(checkpoints[name], seed)
             assert not isinstance(player.act, Script)
             # In a batch of the shape it was judged in, which decides the last bits.
             (rollout,) = roll_out(
-                envs, starts[:1], player.act(Setting(ENV).environments), execute=player.horizon, films=1
+                envs, starts[:1], player.act(Setting(stage.env).environments), execute=player.horizon, films=1
             )
-            films.append([_captioned(frame, NAMES[name].partition(",")[0]) for frame in rollout.film])
+            films.append([_captioned(frame, _short(stage, name)) for frame in rollout.film])
     length = max(map(len, films))
     frames = [np.concatenate([film[min(i, len(film) - 1)] for film in films], axis=1) for i in range(length)]
-    path = out / "bc_and_acrlpd.mp4"
+    path = out / f"{'_and_'.join(shown)}.mp4"
     write_video(path, frames, envs.scene.fps)
     return path
 
