@@ -6,6 +6,7 @@ and RIPT, which practises. Every step is what the commands do; a stopped demo go
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,9 @@ class Budget:
     improved: int = 5_000
     """Updates of the policy by what the critic says; of RIPT, iterations of practice."""
     contexts: int = 100
-    """Start states in an iteration of practice."""
+    """Start states in an iteration of practice …"""
+    updates: int = 1_000
+    """… and updates after it."""
     batch: int = 128
 
 
@@ -118,7 +121,9 @@ BUDGETS: dict[Algo, Budget] = {
 }
 QUICK: dict[Algo, Budget] = {
     "acrlpd": Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16),
-    "ript": Budget("ript", demonstrations=2, tasks=4, imitated=20, critic=0, improved=1, contexts=4, batch=16),
+    "ript": Budget(
+        "ript", demonstrations=2, tasks=4, imitated=20, critic=0, improved=1, contexts=4, updates=10, batch=16
+    ),
 }
 """Shows that everything runs, and nothing else."""
 
@@ -218,21 +223,66 @@ def _stage(what: str, console: Console) -> Iterator[None]:
     console.print(f"({time.monotonic() - since:.0f} s)")
 
 
+def _shaped(
+    config: RLTrainConfig, out: Path, data: Path, seed: int, budget: Budget, name: str, steps: int
+) -> RLTrainConfig:
+    """A preset as a part of the demo: on its data, in its folder, and so long that rates come down by the end."""
+
+    def over(updates: int, peak: float) -> CosineSchedule:
+        return CosineSchedule(min(100, updates // 10), peak, updates, peak / 10)
+
+    critic_updates = config.algorithm.critic_updates if isinstance(config.algorithm, AcrlpdConfig) else 1
+    return dataclasses.replace(
+        config,
+        exp_name=name,
+        data=dataclasses.replace(config.data, datasets=(str(data),), held_out=0.05 if budget.critic else 0.0),
+        runs=out / "runs",
+        steps=steps,
+        batch_size=budget.batch,
+        policy_optimizer=dataclasses.replace(
+            config.policy_optimizer, schedule=over(steps, config.policy_optimizer.schedule.peak_lr)
+        ),
+        critic_optimizer=dataclasses.replace(
+            config.critic_optimizer, schedule=over(steps * critic_updates, config.critic_optimizer.schedule.peak_lr)
+        ),
+        save_every=steps,
+        audit_every=0,
+        log_every=max(10, steps // 30 // 10 * 10),
+        seed=seed,
+    )
+
+
+def _acrlpd_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
+    """What is trained: imitation of everything; and on from there, imitation of successes, a critic, and ACRLPD."""
+    bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
+    assert isinstance(rl.algorithm, AcrlpdConfig)
+    # The policy rests while its critic learns, so that the data can be weighed once and for all.
+    judging = dataclasses.replace(rl.algorithm, actor="none", critic_warmup=0)
+    shaped = functools.partial(_shaped, out=out, data=data, seed=seed, budget=budget)
+    filtered = dataclasses.replace(bc, data=dataclasses.replace(bc.data, only_successes=True))
+    return {
+        "bc": shaped(bc, name="bc", steps=budget.imitated),
+        "successes": shaped(filtered, name="successes", steps=budget.improved),  # from there too, as long as ACRLPD
+        "critic": shaped(dataclasses.replace(rl, algorithm=judging), name="critic", steps=budget.critic),
+        "acrlpd": shaped(bc, name="acrlpd", steps=budget.improved),
+    }
+
+
 def _ript_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
     """What is trained: imitation of the demonstrations, and practice on from there."""
     stage, ript = STAGES["ript"], get_config("ript_metaworld")
-    bc = _acrlpd_runs(out, data, seed, budget)["bc"]
     online = dataclasses.replace(
         ript.online,
         environment=stage.env,
         limit=stage.limit,
         contexts=budget.contexts,
+        updates=budget.updates,
         evaluate_every=2,
         evaluate_episodes=budget.tasks,
     )
     demonstrations = dataclasses.replace(ript.data, datasets=(str(data),), held_out=0.0)
     return {
-        "bc": dataclasses.replace(bc, data=dataclasses.replace(bc.data, held_out=0.0)),
+        "bc": _shaped(get_config("bc_metaworld"), out, data, seed, budget, "bc", budget.imitated),
         "ript": dataclasses.replace(
             ript,
             exp_name="ript",
@@ -243,46 +293,6 @@ def _ript_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RL
             batch_size=budget.batch,
             seed=seed,
         ),
-    }
-
-
-def _acrlpd_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
-    """What is trained: imitation of everything; and on from there, imitation of successes, a critic, and ACRLPD."""
-    bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
-
-    def shaped(config: RLTrainConfig, name: str, steps: int, *, successes: bool = False) -> RLTrainConfig:
-        def over(updates: int, peak: float) -> CosineSchedule:
-            return CosineSchedule(min(100, updates // 10), peak, updates, peak / 10)
-
-        critic_updates = config.algorithm.critic_updates if isinstance(config.algorithm, AcrlpdConfig) else 1
-        settings = dataclasses.replace(config.data, datasets=(str(data),), held_out=0.05, only_successes=successes)
-        return dataclasses.replace(
-            config,
-            exp_name=name,
-            data=settings,
-            runs=out / "runs",
-            steps=steps,
-            batch_size=budget.batch,
-            policy_optimizer=dataclasses.replace(
-                config.policy_optimizer, schedule=over(steps, config.policy_optimizer.schedule.peak_lr)
-            ),
-            critic_optimizer=dataclasses.replace(
-                config.critic_optimizer, schedule=over(steps * critic_updates, config.critic_optimizer.schedule.peak_lr)
-            ),
-            save_every=steps,
-            audit_every=0,
-            log_every=max(10, steps // 30 // 10 * 10),
-            seed=seed,
-        )
-
-    assert isinstance(rl.algorithm, AcrlpdConfig)
-    # The policy rests while its critic learns, so that the data can be weighed once and for all.
-    judging = dataclasses.replace(rl.algorithm, actor="none", critic_warmup=0)
-    return {
-        "bc": shaped(bc, "bc", budget.imitated),
-        "successes": shaped(bc, "successes", budget.improved, successes=True),  # from there too, and as long as ACRLPD
-        "critic": shaped(dataclasses.replace(rl, algorithm=judging), "critic", budget.critic),
-        "acrlpd": shaped(bc, "acrlpd", budget.improved),
     }
 
 

@@ -38,14 +38,13 @@ class Walk(StartEnv):
         self._number, self._blind = start_id, False
 
     def _act(self, action: np.ndarray) -> Ending:
-        self._blind = False
         if self._troubled("always", once=False) or self._troubled("raised"):
             raise ArithmeticError("the floor gave way")
         if self._troubled("died"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._troubled("hung"):
             os.kill(os.getpid(), signal.SIGSTOP)
-        self._blind = self._troubled("nan")
+        self._blind |= self._troubled("nan")
         self._at = self._at + 0.25 * action[:2]
         if self._pit and self._at[1] < -0.2:
             return "failure"

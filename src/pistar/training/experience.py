@@ -122,7 +122,7 @@ class Success:
     @property
     def rank(self) -> tuple[bool, int]:
         """The policy's own first, then the shortest."""
-        return self.explored, int(self.chunks.valid.any(axis=1).sum())
+        return self.explored, int(self.chunks.valid.sum())
 
 
 class BestOf:
