@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pistar.errors import UserError
 from pistar.tables import from_table
-from pistar.training.experience import BestOf, Context, Starts, Success, load_best, load_starts, save_best, save_starts
+from pistar.training.experience import BestOf, Context, Starts, load_best, load_starts, save_best, save_starts
 from pistar.training.exploring import Chunks
 from pistar.training.online_config import Choice, ExplorationConfig, OnlineConfig, StartsConfig
 from pistar.types import Observation
@@ -93,42 +93,31 @@ def test_the_curriculum_prefers_what_succeeds_about_as_often_as_its_target() -> 
     assert min(early.min(), late.min()) > 0.03, "a share of the choices is uniform"
 
 
-def test_own_successes_are_kept_before_explored_ones_and_short_ones_before_long_ones() -> None:
+def test_the_shortest_successes_are_kept_and_seldom_ones_weigh_more() -> None:
     starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
     for length, mark in ((9, 1.0), (5, 2.0), (7, 3.0), (5, 4.0)):
-        best.add((TASK, 4), Success(chunks(length, mark), explored=True))
-    best.add((TASK, 2), Success(chunks(30, 5.0), explored=True))
+        best.add((TASK, 4), chunks(length, mark))
+    best.add((TASK, 2), chunks(30, 5.0))
     starts.learn((TASK, 4), 4, 5)
     starts.learn((TASK, 2), 1, 5)
-
-    def marks() -> list[float]:
-        return [float(each.actions[0, 0, 0]) for each, _ in best.weighed(starts)]
-
-    assert marks() == [5.0, 2.0, 4.0]
-    np.testing.assert_allclose([weight for _, weight in best.weighed(starts)], [1.2, 0.6, 0.6])
-    best.add((TASK, 4), Success(chunks(8, 6.0), explored=False))
-    assert marks() == [5.0, 6.0, 2.0]
-    best.add((TASK, 4), Success(chunks(20, 7.0), explored=False))
-    assert marks() == [5.0, 6.0, 7.0]
-    best.add((TASK, 4), Success(chunks(1, 8.0), explored=True))
-    assert marks() == [5.0, 6.0, 7.0], "however short"
+    kept = best.weighed(starts)
+    assert [float(each.actions[0, 0, 0]) for each, _ in kept] == [5.0, 2.0, 4.0]
+    np.testing.assert_allclose([weight for _, weight in kept], [1.2, 0.6, 0.6])
 
 
 def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
     starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
     starts.learn((TASK, 3), 2, 5)
     starts.learn((TASK, 7), 5, 5)
-    best.add((TASK, 7), Success(chunks(8, 1.0), explored=False))
-    best.add((TASK, 7), Success(chunks(4, 2.0), explored=False))
-    best.add((TASK, 3), Success(chunks(11, 3.0), explored=True))
+    best.add((TASK, 7), chunks(8, 1.0))
+    best.add((TASK, 7), chunks(4, 2.0))
+    best.add((TASK, 3), chunks(11, 3.0))
     save_starts(tmp_path, starts.known)
     save_best(tmp_path, best.kept)
     again, kept = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
     load_starts(tmp_path, again)
     load_best(tmp_path, kept, ["b", "a"])
     assert again.known == starts.known
-    assert [one.explored for one in kept.kept[TASK, 7]] == [False, False]
-    assert [one.explored for one in kept.kept[TASK, 3]] == [True]
     for (one, weight), (other, other_weight) in zip(best.weighed(starts), kept.weighed(again), strict=True):
         assert weight == other_weight
         np.testing.assert_array_equal(one.actions, other.actions)

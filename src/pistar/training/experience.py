@@ -111,42 +111,25 @@ class Starts:
         return sum(known.successes > 0 for known in self.known.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Success:
-    """One that is kept."""
-
-    chunks: Chunks
-    explored: bool
-    """It came about by exploration, and has its chance in it."""
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """The policy's own first, then the shortest."""
-        return self.explored, int(self.chunks.valid.sum())
-
-
 class BestOf:
-    """The best successes of every start state: the policy's own before those of exploration, short ones before long.
-
-    Exploration finds the way; once the policy goes it by itself, what was off by chance need not be imitated any more.
-    """
+    """The shortest successes of every start state."""
 
     def __init__(self, keeps: int) -> None:
         self._keeps = keeps
-        self.kept: dict[Context, list[Success]] = collections.defaultdict(list)
+        self.kept: dict[Context, list[Chunks]] = collections.defaultdict(list)
 
-    def add(self, start: Context, success: Success) -> None:
-        """Kept if it is among the best; the older one of two alike."""
-        self.kept[start].append(success)
-        self.kept[start].sort(key=lambda each: each.rank)
+    def add(self, start: Context, chunks: Chunks) -> None:
+        """A success, kept if it is among the shortest; the older one of two alike."""
+        self.kept[start].append(chunks)
+        self.kept[start].sort(key=lambda each: int(each.valid.sum()))
         del self.kept[start][self._keeps :]
 
     def weighed(self, starts: Starts) -> list[tuple[Chunks, float]]:
         """All of it, the more the seldomer its start state succeeds."""
         return [
-            (success.chunks, 1.4 - starts.known[start].rate if start in starts.known else 1.0)
+            (chunks, 1.4 - starts.known[start].rate if start in starts.known else 1.0)
             for start in sorted(self.kept)
-            for success in self.kept[start]
+            for chunks in self.kept[start]
         ]
 
 
@@ -162,15 +145,14 @@ def load_starts(folder: Path, starts: Starts) -> None:
     starts.known = {(one.pop("task"), one.pop("start")): Start(**one) for one in table}
 
 
-def save_best(folder: Path, kept: Mapping[Context, Sequence[Success]]) -> None:
+def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]]) -> None:
     """Into a checkpoint's folder."""
     contexts = [context for context in sorted(kept) for _ in kept[context]]
     arrays = {
         "tasks": np.array([task for task, _ in contexts], str),
         "starts": np.array([start for _, start in contexts], int),
-        "explored": np.array([success.explored for context in sorted(kept) for success in kept[context]], bool),
     }
-    for number, chunks in enumerate(success.chunks for context in sorted(kept) for success in kept[context]):
+    for number, chunks in enumerate(chunks for context in sorted(kept) for chunks in kept[context]):
         leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
         arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
     np.savez(folder / BEST_FILE, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
@@ -182,10 +164,10 @@ def load_best(folder: Path, best: BestOf, cameras: Sequence[str]) -> None:
     numbers, like = jax.tree.flatten((_unchecked_observation(pictures), 0, 0))
     best.kept.clear()
     with np.load(folder / BEST_FILE) as arrays:
-        rows = zip(arrays["tasks"].tolist(), arrays["starts"].tolist(), arrays["explored"].tolist(), strict=True)
-        for number, (task, start, explored) in enumerate(rows):
+        contexts = zip(arrays["tasks"].tolist(), arrays["starts"].tolist(), strict=True)
+        for number, context in enumerate(contexts):
             leaves = [arrays[f"{number}/{index}"] for index in range(len(numbers))]
-            best.kept[task, start].append(Success(Chunks(*jax.tree.unflatten(like, leaves)), explored))
+            best.kept[context].append(Chunks(*jax.tree.unflatten(like, leaves)))
 
 
 def _unchecked_observation(pictures: Mapping[str, int]) -> Observation:

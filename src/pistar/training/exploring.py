@@ -40,11 +40,6 @@ class Mood:
     shift: Float[np.ndarray, " s"] | None = None
     """What the state the policy is told is off by, in deviations of the state in the data."""
 
-    @property
-    def explores(self) -> bool:
-        """Whether it acts otherwise than the policy would."""
-        return self.kind != "plain"
-
 
 ZERO_NOISE = Mood("zero noise", noise_scale=0.0)
 """The policy without chance."""

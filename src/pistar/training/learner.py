@@ -15,7 +15,7 @@ import optax
 from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
 from pistar.config import RiptConfig
 from pistar.models.tokenizer import PromptTokenizer
-from pistar.training.experience import BestOf, Context, Success, load_best, save_best
+from pistar.training.experience import BestOf, Context, load_best, save_best
 from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
 from pistar.training.metrics import Window, add_windows, as_sound_window
 from pistar.training.practice import Group, Practice, Practised, chance
@@ -29,7 +29,6 @@ class Lesson:
 
     chunks: Chunks
     advantage: float
-    explored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +109,8 @@ class Learner:
             for episode, weight, advantage in zip(group.episodes, weights, advantages, strict=True)
         ]
         lessons = [
-            Lesson(self._practice.chunks(episode, plans), float(advantage), mood.explores)
-            for episode, plans, mood, advantage, good in zip(
-                group.episodes, group.plans, group.moods, advantages, wanted, strict=True
-            )
+            Lesson(self._practice.chunks(episode, plans), float(advantage))
+            for episode, plans, advantage, good in zip(group.episodes, group.plans, advantages, wanted, strict=True)
             if good
         ]
         return Kept(group.start, group.episodes[0].task, lessons)
@@ -170,7 +167,7 @@ class Learner:
         if self._run.config.online.replay == "best":
             for each in kept:
                 for lesson in each.lessons:
-                    self._best.add(each.start, Success(lesson.chunks, lesson.explored))
+                    self._best.add(each.start, lesson.chunks)
             return [Lesson(chunks, weight) for chunks, weight in self._best.weighed(self._practice.starts)]
         if self._labels is None:
             return [lesson for each in kept for lesson in each.lessons]
