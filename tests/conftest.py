@@ -28,6 +28,22 @@ from pistar.training.memory import resident_bytes  # noqa: E402
 hypothesis.settings.register_profile("pistar", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("pistar")
 
+LONGEST = (
+    *("test_offline", "test_hosts", "test_acrlpd", "test_flow_bc", "test_examples", "test_project", "test_pi0"),
+    *("test_online", "test_demo", "test_ript", "test_sharding", "test_weighing", "test_acting", "test_evaluation"),
+)
+"""Files that take a minute and more: if one of them came last, a worker would wait for it alone."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker has all tests of a file, for they share fixtures and compiled programs; the longest files go first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 # Tracing makes millions of objects that live long; looking through them again and again takes minutes in all.
 gc.set_threshold(100_000, 50, 50)
 
