@@ -43,10 +43,10 @@ def export_checkpoint(
         vision_heads: Of a PyTorch checkpoint whose vision tower is not So400m.
         skip_outputs: Do not run the model on both weight sets.
     """
-    from pistar.training.conversion import Wanted
+    from pistar.training.conversion import Wanted, find_dialect
 
     wanted = Wanted(
-        dialect=format,  # type: ignore[arg-type]  # it checks
+        dialect=find_dialect(format),
         dtype=dtype,
         merge_lora=merge_lora,
         vlm_alpha=vlm_alpha,

@@ -130,15 +130,6 @@ def agree(stats: Mapping[str, NormStats], folder: Path) -> bool:
     return set(_FEATURES) <= set(stats)
 
 
-def constant_dimensions(folder: Path) -> list[str]:
-    """Dimensions that move less than OpenPI's epsilon, where the two systems cannot agree."""
-    return [
-        f"{key}[{i}]"
-        for key, entry in read_stats(folder).items()
-        for i in np.flatnonzero((entry.std == 0) | (entry.q01 == entry.q99))
-    ]
-
-
 def _normalizer(folder: Path) -> dict[str, Any] | None:
     path = folder / f"{_PREPROCESSOR}.json"
     if not path.exists():

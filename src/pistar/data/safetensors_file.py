@@ -5,13 +5,14 @@ a table in JSON, then the numbers.
 """
 
 import dataclasses
+import io
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,12 +130,10 @@ class SafetensorsWriter:
             name: dataclasses.replace(tensors[name], start=first + table[name]["data_offsets"][0]) for name in order
         }
         self._path, self._header = path, len(header).to_bytes(8, "little") + header
-        self._file: BinaryIO | None = None
+        self._file: io.FileIO | None = None
 
     def __enter__(self) -> "SafetensorsWriter":
-        self._file = self._path.open("wb")
-        self._file.write(self._header)
-        self._file.truncate(self._size)
+        self._file = self._path.open("wb", buffering=0)  # a failed write must not be tried again on closing
         return self
 
     def __exit__(
@@ -143,17 +142,24 @@ class SafetensorsWriter:
         assert self._file is not None
         with self._file as file:
             if kind is None:
-                file.flush()
+                self._put(0, self._header)
+                file.truncate(self._size)
                 os.fsync(file.fileno())  # or the disk may turn out full after the folder has appeared
 
     def write(self, name: str, array: np.ndarray, row: int = 0) -> None:
         """One tensor, or rows of it from this one on."""
-        assert self._file is not None
         tensor = self._tensors[name]
         assert array.dtype == tensor.dtype, (name, array.dtype)
         assert array.shape[1:] == tensor.shape[1:], (name, array.shape)
-        self._file.seek(tensor.start + row * tensor.row_bytes)
-        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        numbers = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        self._put(tensor.start + row * tensor.row_bytes, numbers)
+
+    def _put(self, place: int, numbers: bytes | memoryview) -> None:
+        assert self._file is not None
+        self._file.seek(place)
+        left = memoryview(numbers)
+        while left:  # the system may take a part
+            left = left[self._file.write(left) :]
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config,
 from pistar.models.pi0 import Params, param_shapes
 from pistar.training.contract import CONTRACT_FILE, Contract, read_contract, write_contract
 from pistar.training.hosts import in_step, is_leader, meet, several
-from pistar.training.leaves import Leaf
+from pistar.training.leaves import Leaf, block_rows
 from pistar.training.pytorch_weights import WEIGHTS_FILE, Dialect, TorchWeights, open_torch_weights
 from pistar.types import AnyArray
 
@@ -256,7 +257,12 @@ class StoredLeaf(Leaf):
         return np.dtype(self._store.dtype.numpy_dtype)
 
     @property
-    def rows_at_once(self) -> int:
+    def rows_of_a_block(self) -> int:
+        fitting, together = block_rows(self.shape, self.dtype), self._rows_of_a_chunk
+        return fitting if together > fitting else fitting // together * together
+
+    @property
+    def _rows_of_a_chunk(self) -> int:
         return (self._store.chunk_layout.read_chunk.shape or (1,))[0] or 1
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -264,6 +270,18 @@ class StoredLeaf(Leaf):
             return np.asarray(self._store[index].read().result())
         except ValueError as error:
             raise _unreadable(self._folder, self.name, error) from error
+
+    def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        rows = self.rows_of_a_block
+        if whole or self._rows_of_a_chunk <= rows:
+            yield from super().blocks(whole=whole)
+            return
+        # Orbax keeps all rows in one piece, which has to be unpacked as a whole. It stays so as long as this takes, and
+        # is handed out in parts; a copy of all of it would be as large again.
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 2 * nbytes}})
+        store = ts.open(self._store.spec(), open=True, read=True, context=context).result()
+        yield from Leaf.blocks(StoredLeaf(self.name, store, self._folder))
 
 
 def read_params(

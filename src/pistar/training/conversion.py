@@ -53,12 +53,14 @@ class Wanted:
     run_model: bool = True
     """Compare outputs too, if there is memory for it."""
 
-    def __post_init__(self) -> None:
-        if self.dialect not in get_args(Dialect):
-            near = difflib.get_close_matches(self.dialect, get_args(Dialect), n=1, cutoff=0.3) or get_args(Dialect)
-            raise UserError(f"there is no format {self.dialect!r}; try {', '.join(near)}.")
-        if self.dtype is not None and self.dtype not in get_args(DType):
-            raise UserError(f"dtype is {self.dtype!r}; it is one of {', '.join(get_args(DType))}.")
+
+def find_dialect(name: str) -> Dialect:
+    """The dialect of that name, or the nearest name in the error."""
+    known: tuple[Dialect, ...] = get_args(Dialect)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.3) or known
+        raise UserError(f"there is no format {name!r}; try {', '.join(near)}.")
+    return known[known.index(name)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +157,8 @@ def _complete(config: Pi0Config, contract: Contract | None, wanted: Wanted) -> P
     """The config with what no weight shows."""
     trained = contract.model if contract else None
     if trained is not None:
-        shown = {name: getattr(trained, name) for name in ("action_horizon", "max_token_len", "cameras")}
+        unseen = ("action_horizon", "max_token_len", "cameras", "vlm", "expert")  # of the experts, α
+        shown = {name: getattr(trained, name) for name in unseen}
         config = dataclasses.replace(config, **shown)
         if wanted.action_horizon not in (None, trained.action_horizon):
             raise UserError(

@@ -5,6 +5,8 @@ Measured by running OpenPI and LeRobot 0.4.4 and 0.6.1 on the same small models,
 
 import dataclasses
 
+import numpy as np
+
 from pistar.data.lerobot_policy import TOKENIZER, read_policy, says_lerobot
 from pistar.data.norm_stats import EPSILON
 from pistar.training.conversion import Conversion
@@ -71,6 +73,15 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
             "its loss is over the robot's own action dimensions (OpenPI: all), its weight decay 0.01 (1e-10) (read).",
         ),
     ]
+    still = _still_dimensions(done)
+    if still:
+        notes.append(
+            Note(
+                "dimensions at rest",
+                f"{', '.join(still)} never moved in the data; should they, LeRobot divides by 1e-8 and OpenPI by "
+                f"{EPSILON:g}.",
+            )
+        )
     if done.wanted.dialect == "lerobot":
         notes.append(
             Note(
@@ -81,6 +92,15 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
         )
         notes += _robot_notes(done)
     return notes
+
+
+def _still_dimensions(done: Conversion) -> list[str]:
+    source = done.source
+    return [
+        f"{key}[{i}]"
+        for key, entry in source.stats.get(source.asset_id or "", {}).items()
+        for i in np.flatnonzero(entry.std == 0 if source.norm == "zscore" else entry.q01 == entry.q99)
+    ]
 
 
 def _robot_notes(done: Conversion) -> list[Note]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-BLOCK_BYTES = 64 * 2**20
+BLOCK_BYTES = 16 * 2**20
 """About how much is read or written at once."""
 
 
@@ -36,14 +36,9 @@ class Leaf(abc.ABC):
         return jax.ShapeDtypeStruct(self.shape, self.dtype)  # type: ignore[no-untyped-call]
 
     @property
-    def rows_at_once(self) -> int:
-        """How many rows come with one, because the file keeps them together."""
-        return 1
-
-    @property
     def rows_of_a_block(self) -> int:
         """Rows that `blocks` gives at a time, but for the last."""
-        return block_rows(self.shape, self.dtype, self.rows_at_once)
+        return block_rows(self.shape, self.dtype)
 
     def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         """All of it in runs of rows, or in one, each with the number of its first row."""
@@ -67,15 +62,18 @@ class CastLeaf(Leaf):
         return self._dtype
 
     @property
-    def rows_at_once(self) -> int:
-        return self._leaf.rows_at_once
+    def rows_of_a_block(self) -> int:
+        return self._leaf.rows_of_a_block
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         return self._leaf.read(index).astype(self._dtype, copy=False)
 
+    def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        for row, block in self._leaf.blocks(whole=whole):
+            yield row, block.astype(self._dtype, copy=False)
 
-def block_rows(shape: tuple[int, ...], dtype: np.dtype[Any], together: int = 1) -> int:
-    """How many rows of an array make a block, in multiples of those that come together."""
+
+def block_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """How many rows of an array make a block: one at least, for a layer is not taken apart."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
-    fitting = BLOCK_BYTES // max(row_bytes, 1)
-    return max(fitting // together, 1) * together
+    return max(BLOCK_BYTES // row_bytes, 1)

@@ -1,7 +1,7 @@
 """Adapters merged into the weights they adapt, layer by layer as they are read."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,16 +28,22 @@ class MergedLeaf(Leaf):
         return np.dtype(np.float32)
 
     @property
-    def rows_at_once(self) -> int:
-        return self._weight.rows_at_once
+    def rows_of_a_block(self) -> int:
+        return self._weight.rows_of_a_block
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        layers = index[:1]
-        w, a, b = (leaf.read(layers) for leaf in (self._weight, self._a, self._b))
+        return self._merge(self._weight.read(index[:1]), index[:1])[:, *index[1:]]
+
+    def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        for row, block in self._weight.blocks(whole=whole):
+            yield row, self._merge(block, (slice(row, row + len(block)),))
+
+    def _merge(self, w: np.ndarray, layers: tuple[slice, ...]) -> np.ndarray:
+        a, b = self._a.read(layers), self._b.read(layers)
         merged = np.empty(w.shape, np.float32)
         for layer in range(len(w)):
             merged[layer] = merge_adapter(self.name, w[layer], a[layer], b[layer], alpha=self._alpha)
-        return merged[:, *index[1:]]
+        return merged
 
 
 def has_adapters(config: Pi0Config) -> bool:

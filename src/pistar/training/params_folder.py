@@ -1,8 +1,8 @@
 """OpenPI's params folder, written a block of rows at a time.
 
 Orbax wants all arrays in memory before it writes the first. The format is simple enough to do without it: zarr arrays
-in an OCDBT store, which tensorstore writes, and a table of their names. Arrays lie in chunks of whole rows, a layer or so,
-where Orbax makes one chunk of each: thus they can be read a layer at a time as well.
+in an OCDBT store, which tensorstore writes, and a table of their names. Arrays lie in chunks of whole rows, a layer
+or so, where Orbax makes one chunk of each: thus they can be read a layer at a time as well.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from pistar.training.leaves import BLOCK_BYTES, Leaf, block_rows
+from pistar.training.leaves import BLOCK_BYTES, Leaf
 
 _TREE = "params"
 
@@ -37,9 +37,6 @@ def write_params_folder(folder: Path, leaves: Iterable[Leaf]) -> None:
 
 
 def _create(folder: Path, leaf: Leaf, context: ts.Context, batch: ts.Transaction) -> ts.TensorStore:
-    rows = leaf.rows_of_a_block
-    if rows >= leaf.shape[0]:  # it comes as a whole, which is no reason to keep it so
-        rows = min(block_rows(leaf.shape, leaf.dtype), leaf.shape[0])
     return ts.open(
         {
             "driver": "zarr",
@@ -50,7 +47,7 @@ def _create(folder: Path, leaf: Leaf, context: ts.Context, batch: ts.Transaction
             },
             "metadata": {
                 "shape": list(leaf.shape),
-                "chunks": [rows, *leaf.shape[1:]],
+                "chunks": [min(leaf.rows_of_a_block, leaf.shape[0]), *leaf.shape[1:]],
                 "dtype": "bfloat16" if leaf.dtype.itemsize == 2 else leaf.dtype.str,
                 "compressor": {"id": "zstd", "level": 1},
                 "dimension_separator": ".",

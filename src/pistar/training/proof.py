@@ -85,15 +85,15 @@ class _WatchedLeaf(Leaf):
         return self._leaf.dtype
 
     @property
-    def rows_at_once(self) -> int:
-        return self._leaf.rows_at_once
+    def rows_of_a_block(self) -> int:
+        return self._leaf.rows_of_a_block
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         return self._leaf.read(index)
 
     def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         digest = hashlib.sha256()
-        for row, block in super().blocks(whole=whole):
+        for row, block in self._leaf.blocks(whole=whole):
             digest.update(_bytes(block))
             yield row, block
         self._recorder.note(self.name, digest.hexdigest())
