@@ -218,7 +218,7 @@ def test_blocks_of_any_size_make_the_same_checkpoint(
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process took at most")
 def test_a_large_checkpoint_is_converted_in_little_memory(tmp_path: Path) -> None:
-    """2 GB of weights, whose largest array has 1.2: in blocks of 64 MB, each written before the next is read."""
+    """2 GB of weights, whose largest array has 1.2: in blocks, each written before the next is read."""
     script = Path(__file__).parent.parent / "convert_in_little_memory.py"
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -525,7 +525,7 @@ def test_a_disk_that_fills_up_is_called_so(
 def test_too_little_room_is_seen_before_anything_is_written(
     openpi: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    monkeypatch.setattr(conversion, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     refused(openpi["pi0"], tmp_path / "far/away", "would take 0.00 GB and 0.00 GB are free there", "openpi-pytorch")
 
 

@@ -10,10 +10,10 @@ import difflib
 import errno
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -221,7 +221,7 @@ def _contract(source: Source, config: Pi0Config) -> Contract | None:
 
 def _check_space(out: Path, size: int) -> None:
     parent = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(parent).free
+    free = disk_usage(parent).free
     if free < size:
         raise UserError(
             f"{out} would take {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there; "
