@@ -58,9 +58,16 @@ def _compiled_programs_are_dropped_when_there_are_many() -> Iterator[None]:
 
 
 OPENPI = Path(__file__).parent / "fixtures" / "openpi"
+PYTORCH = Path(__file__).parent / "fixtures" / "pytorch"
 
 
 @pytest.fixture(scope="session")
 def openpi_goldens() -> Path:
     """The folder of numbers made by running OpenPI itself."""
     return OPENPI
+
+
+@pytest.fixture(scope="session")
+def pytorch_goldens() -> Path:
+    """The folder of files and numbers made by running OpenPI's PyTorch and LeRobot themselves."""
+    return PYTORCH

@@ -9,7 +9,7 @@ import numpy as np
 
 from pistar.presets import MODELS, get_config
 from pistar.training import sharding
-from pistar.training.checkpoints import Leaf, read_params
+from pistar.training.checkpoints import StoredLeaf, read_params
 from pistar.training.run import first_params
 from pistar.training.sharding import device_bytes, make_mesh
 
@@ -22,15 +22,15 @@ def main(checkpoint: str) -> None:
     config = dataclasses.replace(get_config("debug"), model=model, checkpoint=checkpoint)
     on_device: list[int] = []
     read: dict[str, list[int]] = {}
-    plain = Leaf.read
+    plain = StoredLeaf.read
 
-    def watched(leaf: Leaf, index: tuple[slice, ...] = ()) -> np.ndarray:
+    def watched(leaf: StoredLeaf, index: tuple[slice, ...] = ()) -> np.ndarray:
         part = plain(leaf, index)
         read.setdefault(leaf.name, []).append(part.nbytes)
         on_device.append(device_bytes(jax.live_arrays()))  # type: ignore[no-untyped-call]
         return part
 
-    with mock.patch.object(Leaf, "read", watched):
+    with mock.patch.object(StoredLeaf, "read", watched):
         params = first_params(config, make_mesh())
     held = device_bytes(params)
     whole = sum(p.nbytes for p in params.values())

@@ -25,8 +25,20 @@ MAY_IMPORT = {
     "training": {"agents", "models", "data", "envs", "types", "config", "tables", "errors"},
     "demo": {"training", "envs", "data", "presets", "config", "report", "errors"},
     "cli_runs": {"training", "data", "presets", "report", "config", "errors"},
+    "cli_checkpoints": {"training", "models", "errors"},
     "cli_envs": {"training", "envs", "data", "report", "errors"},
-    "cli": {"cli_runs", "cli_envs", "demo", "training", "data", "presets", "report", "config", "errors"},
+    "cli": {
+        "cli_runs",
+        "cli_envs",
+        "cli_checkpoints",
+        "demo",
+        "training",
+        "data",
+        "presets",
+        "report",
+        "config",
+        "errors",
+    },
 }
 """Every room, and the rooms it may look into besides itself."""
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from pistar.cli_checkpoints import export_checkpoint, import_checkpoint
 from pistar.cli_envs import Checkpoint, collect, evaluate
 from pistar.cli_runs import plan, train, weigh
 from pistar.data.words import counted, numbered, ranges
@@ -26,14 +27,17 @@ def verify(
     model_type: Literal["pi0", "pi05"] | None = None,
     action_dim: int | None = None,
     tokenizer: str | None = None,
+    vision_heads: int | None = None,
 ) -> None:
     """Tell what a checkpoint is, from its weights and assets, and check all of it.
 
     Args:
-        checkpoint: A step folder, its params folder (what lies beside it is checked too), or a .tar.gz of either.
+        checkpoint: A step folder, its params folder (what lies beside it is checked too), or a .tar.gz of either; or a
+            PyTorch model.safetensors, or the folder it is in, of OpenPI's or LeRobot's.
         model_type: Fail unless it is this model.
         action_dim: Fail unless its padded actions have this many numbers.
         tokenizer: Fail unless this SentencePiece file ("tiny": pistar's own) is what it was trained with.
+        vision_heads: Of a PyTorch checkpoint whose vision tower is not So400m.
     """
     from rich.progress import Progress
 
@@ -47,6 +51,7 @@ def verify(
             model_type=model_type,
             action_dim=action_dim,
             tokenizer=tokenizer,
+            vision_heads=vision_heads,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     facts = _table("", "", title=Text(str(checkpoint)), show_header=False)
@@ -342,6 +347,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "demo": demo,
     "verify": verify,
+    "export": export_checkpoint,
+    "import": import_checkpoint,
     "presets": presets,
     "data stats": data_stats,
     "data convert": data_convert,

@@ -41,16 +41,20 @@ def _run_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[argparse.Namespace, RLTrainConfig]":
     """The command's own options, and the run that preset, file and fields make."""
-    from pistar.presets import get_config, with_lora
+    from pistar.presets import get_config, list_configs, with_lora
     from pistar.training.config import RLTrainConfig, load_config
+    from pistar.training.migrating import flags_as_ours
 
+    args, notes = flags_as_ours(args, list_configs())
     if not args or args[0].startswith("-"):
         parser.print_help()
         sys.exit(0 if "--help" in args or "-h" in args else 2)
     options, rest = parser.parse_known_args(args)
     config = get_config(options.preset)
     if options.config is not None:
-        config = load_config(options.config, config)
+        config = load_config(options.config, config, say=notes.append)
+    for note in notes:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {note}", markup=False)
     if options.lora:
         config = with_lora(config)
     if "--help" in rest or "-h" in rest:

@@ -75,6 +75,21 @@ class GemmaConfig:
             raise UserError(f"head_dim is {self.head_dim}; rotary embeddings turn pairs, use an even number.")
 
 
+GEMMA_VARIANTS = {
+    "gemma_2b": GemmaConfig(width=2048, depth=18, mlp_dim=16_384, num_heads=8, num_kv_heads=1, head_dim=256),
+    "gemma_300m": GemmaConfig(width=1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256),
+}
+"""The sizes OpenPI has names for …"""
+LORA_VARIANTS = {"gemma_2b": LoraConfig(rank=16, alpha=16.0), "gemma_300m": LoraConfig(rank=32, alpha=32.0)}
+"""… and the adapters of their _lora variants."""
+
+
+def gemma_variant(gemma: GemmaConfig) -> str | None:
+    """OpenPI's name of this size, adapters aside."""
+    size = dataclasses.replace(gemma, lora=None)
+    return next((name for name, variant in GEMMA_VARIANTS.items() if variant == size), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class SiglipConfig:
     """The size of the vision tower."""

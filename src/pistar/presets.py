@@ -6,10 +6,11 @@ from typing import Any
 
 from pistar.config import (
     CAMERAS,
+    GEMMA_VARIANTS,
+    LORA_VARIANTS,
     AcrlpdConfig,
     CriticConfig,
     GemmaConfig,
-    LoraConfig,
     Pi0Config,
     RiptConfig,
     SiglipConfig,
@@ -20,10 +21,8 @@ from pistar.training.online_config import ExplorationConfig, OnlineConfig, Start
 from pistar.training.optimizers import AdamWConfig, ConstantSchedule, CosineSchedule
 
 _SO400M_14 = SiglipConfig(width=1152, depth=27, mlp_dim=4304, num_heads=16, patch_size=14)
-_GEMMA_2B = GemmaConfig(width=2048, depth=18, mlp_dim=16_384, num_heads=8, num_kv_heads=1, head_dim=256)
-_GEMMA_300M = GemmaConfig(width=1024, depth=18, mlp_dim=4096, num_heads=8, num_kv_heads=1, head_dim=256)
 
-_PI0 = Pi0Config(pi05=False, vlm=_GEMMA_2B, expert=_GEMMA_300M, vision=_SO400M_14)
+_PI0 = Pi0Config(pi05=False, vlm=GEMMA_VARIANTS["gemma_2b"], expert=GEMMA_VARIANTS["gemma_300m"], vision=_SO400M_14)
 _PI05 = dataclasses.replace(_PI0, pi05=True, max_token_len=200)
 
 
@@ -31,8 +30,8 @@ def _with_adapters(model: Pi0Config) -> Pi0Config:
     """Of OpenPI's sizes, on both experts."""
     return dataclasses.replace(
         model,
-        vlm=dataclasses.replace(model.vlm, lora=LoraConfig(rank=16, alpha=16.0)),
-        expert=dataclasses.replace(model.expert, lora=LoraConfig(rank=32, alpha=32.0)),
+        vlm=dataclasses.replace(model.vlm, lora=LORA_VARIANTS["gemma_2b"]),
+        expert=dataclasses.replace(model.expert, lora=LORA_VARIANTS["gemma_300m"]),
     )
 
 

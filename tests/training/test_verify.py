@@ -9,9 +9,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from pistar.config import LoraConfig
 from pistar.data.norm_stats import NormStats, load_norm_stats, norm_stats_hash, save_norm_stats
+from pistar.data.safetensors_file import write_safetensors
 from pistar.errors import UserError
 from pistar.models.tokenizer import TINY_TOKENIZER, load_tokenizer
 from pistar.presets import MODELS
@@ -279,3 +281,47 @@ def test_another_tokenizer_than_the_contracts_is_a_problem(write: Callable[..., 
 def test_a_tokenizer_is_held_against_the_vocabulary_without_a_contract(pi0: Path) -> None:
     (check,) = (check for check in verify(pi0, tokenizer="tiny").checks if check.name == "tokenizer")
     assert check.detail == "tiny fits the vocabulary"
+
+
+# --- Other dialects ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_openpis_pytorch_file_is_told_and_sound(pytorch_goldens: Path, tmp_path: Path, pi0: Path, kind: str) -> None:
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    shutil.copy(pytorch_goldens / f"openpi_pt_{kind}_tiny.safetensors", folder / "model.safetensors")
+    shutil.copytree(pi0 / "assets", folder / "assets")
+    report = verify(folder, model_type="pi0" if kind == "pi0" else "pi05", action_dim=32)
+    assert report.problems == []
+    assert report.facts["dialect"] == "OpenPI (PyTorch)"
+    assert report.facts["vlm"] == "width 64, depth 3, mlp 128, 8 heads of 16 (1 key/value)"
+    assert report.facts["robots"] == "trossen: state 14 actions 14"
+    (train_state,) = (check for check in report.checks if check.name == "train state")
+    assert train_state.absent
+
+
+@pytest.mark.parametrize(("name", "norm"), [("lerobot_pi0_tiny", "zscore"), ("lerobot061_pi05_tiny", "quantile")])
+def test_lerobots_folder_is_told_and_sound(pytorch_goldens: Path, name: str, norm: str) -> None:
+    report = verify(pytorch_goldens / name)
+    assert report.problems == []
+    assert report.facts["dialect"] == "LeRobot"
+    assert report.facts["action horizon"] == "10"
+    assert report.facts["robots"] == "lerobot: state 14 actions 14"
+    assert report.facts["normalisation"] == f"{norm}, by LeRobot's settings"
+
+
+def test_nan_in_a_pytorch_file_is_named_as_ours(pytorch_goldens: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(pytorch_goldens / "lerobot_pi0_tiny", tmp_path / "policy")
+    path = folder / "model.safetensors"
+    arrays = safetensors.numpy.load_file(path)
+    arrays["model.state_proj.bias"][3] = np.nan
+    write_safetensors(path, arrays)
+    assert "state_proj/bias: NaN or Inf in places" in only_problem(verify(folder), "values")
+
+
+def test_a_policy_without_its_statistics_is_a_problem(pytorch_goldens: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(pytorch_goldens / "lerobot_pi0_tiny", tmp_path / "policy")
+    for path in folder.glob("policy_*"):
+        path.unlink()
+    only_problem(verify(folder), "norm stats")

@@ -67,6 +67,12 @@ class Robot:
         return sum(self.state_keys.values())
 
     @property
+    def changes_joints(self) -> bool:
+        """Whether the model knows its joints by other numbers than it does itself."""
+        ways = (self.state_to_model, self.actions_to_model, self.actions_from_model)
+        return any(way is not _unchanged for way in ways)
+
+    @property
     def inputs(self) -> tuple[Transform, ...]:
         """From its observation (and actions) to the model's names, before normalisation."""
         delta = () if self.delta_mask is None else (DeltaActions(self.delta_mask),)

@@ -27,6 +27,11 @@ def is_lora(name: str) -> bool:
     return "lora" in name
 
 
+def is_expert_weight(name: str) -> bool:
+    """Whether it is the action expert's part of the language model, by OpenPI's suffix."""
+    return any(part.endswith("_1") for part in name.split("/")) and name.startswith("PaliGemma/llm/")
+
+
 def model_type(names: Iterable[str]) -> ModelType | None:
     """π₀ has a state token, π₀.₅ steers its expert by time. None: neither."""
     roots = {name.split("/")[0] for name in names}
@@ -39,7 +44,7 @@ def infer_config(shapes: Shapes) -> Pi0Config:
     """The sizes of the model these parameters belong to. See NOT_IN_WEIGHTS for what is only assumed."""
     kind = model_type(shapes)
     if kind is None:
-        raise UserError(f"{_likeness(shapes)}; pistar works on π₀ and π₀.₅ checkpoints of OpenPI (JAX).")
+        raise UserError(f"{_likeness(shapes)}; pistar works on π₀ and π₀.₅.")
 
     patch, _, _, vision_width = _shape(shapes, _IMG + "embedding/kernel", 4)
     _, tokens, _ = _shape(shapes, _IMG + "pos_embedding", 3)

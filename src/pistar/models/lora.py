@@ -1,7 +1,8 @@
-"""A weight and its low-rank adapter, contracted as OpenPI contracts them."""
+"""A weight and its low-rank adapter, contracted as OpenPI contracts them; and the two made one weight."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
@@ -85,3 +86,34 @@ class FeedForward(nnx.Module):
                 x @ weight("_lora_a") @ weight("_lora_b")
             )  # unscaled, whatever alpha says: OpenPI's checkpoints need it
         return y
+
+
+# --- Merging ----------------------------------------------------------------------------------------------------------
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """The two halves of the adapter that a weight of this name would have."""
+    stem = name.removesuffix("/w")
+    between = "/" if stem != name else "_"
+    return f"{stem}{between}lora_a", f"{stem}{between}lora_b"
+
+
+def merge_adapter(
+    name: str,
+    w: Float[np.ndarray, "*n i o"],
+    a: Float[np.ndarray, "*n i l"],
+    b: Float[np.ndarray, "*n l o"],
+    *,
+    alpha: float,
+) -> Float[np.ndarray, "*n i o"]:
+    """One layer's weight that does what it and its adapter do: w + s·a·b, multiplied in float64.
+
+    With OpenPI's two peculiarities: s is α/r in attention and 1 in the feed-forward; and the attention's output sums
+    over heads between a and b, so that each head's a meets the sum of all heads' b.
+    """
+    scale = alpha / a.shape[-1] if name.endswith("/w") else 1.0
+    wide_b = b.astype(np.float64)
+    if "attn_vec_einsum" in name:
+        wide_b = wide_b.sum(axis=-3, keepdims=True)
+    merged: np.ndarray = w + scale * (a.astype(np.float64) @ wide_b)
+    return merged.astype(np.float32)

@@ -1,5 +1,6 @@
-"""OpenPI checkpoints: read whole or leaf by leaf, written whole or not at all, loaded without guessing.
+"""Checkpoints: read whole or leaf by leaf, written whole or not at all, loaded without guessing.
 
+They are OpenPI's (JAX). Those of PyTorch, OpenPI's and LeRobot's, are read as if they were.
 Arrays are read with tensorstore rather than Orbax: one leaf at a time, and a damaged file gives one exception instead
 of a page of tracebacks from Orbax's event loop. Orbax writes them.
 """
@@ -8,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -25,12 +27,16 @@ import tensorstore as ts
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pistar.data.norm_stats import NormStats, save_norm_stats
+from pistar.config import Pi0Config
+from pistar.data import lerobot_policy
+from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, save_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
 from pistar.models.pi0 import Params, param_shapes
-from pistar.training.contract import CONTRACT_FILE, Contract, write_contract
+from pistar.training.contract import CONTRACT_FILE, Contract, read_contract, write_contract
 from pistar.training.hosts import in_step, is_leader, meet, several
+from pistar.training.leaves import Leaf, block_rows
+from pistar.training.pytorch_weights import WEIGHTS_FILE, Dialect, TorchWeights, open_torch_weights
 from pistar.types import AnyArray
 
 Weights = Literal["serving", "raw"]
@@ -51,10 +57,13 @@ class Checkpoint:
     """Where the parts of one checkpoint lie."""
 
     params: Path
+    """OpenPI's folder, or a PyTorch model.safetensors."""
     step: Path | None
     """The folder that holds params/, assets/ and train_state/; None when there is only a lone params folder."""
     unpacked: tuple[Path, Path] | None = None
     """Where an archive was unpacked to for now, and the archive."""
+    torch: TorchWeights | None = None
+    """Where the weights are PyTorch's."""
 
     def in_users_words(self, text: str) -> str:
         """The user knows the archive, not where we unpacked it."""
@@ -64,6 +73,11 @@ class Checkpoint:
         return text.replace(str(folder), str(archive))
 
     @property
+    def dialect(self) -> Dialect:
+        """Whose form it has."""
+        return "openpi" if self.torch is None else self.torch.dialect
+
+    @property
     def contract(self) -> Path | None:
         """contract.json, where there is one: OpenPI writes none."""
         path = None if self.step is None else self.step / CONTRACT_FILE
@@ -71,16 +85,43 @@ class Checkpoint:
 
     @property
     def norm_stats(self) -> dict[str, Path]:
-        """norm_stats.json by asset id. An asset id may have slashes."""
+        """norm_stats.json by asset id, which may have slashes; of a LeRobot policy, its own file of statistics."""
         if self.step is None:
             return {}
         assets = self.step / "assets"
-        return {path.parent.relative_to(assets).as_posix(): path for path in sorted(assets.rglob(NORM_STATS_FILE))}
+        found = {path.parent.relative_to(assets).as_posix(): path for path in sorted(assets.rglob(NORM_STATS_FILE))}
+        if self.dialect != "lerobot":
+            return found
+        # What OpenPI's folder had is carried along, in more digits; but LeRobot acts by its own, and may have gone on.
+        kept = {name: path for name, path in found.items() if lerobot_policy.agree(load_norm_stats(path), self.step)}
+        own = lerobot_policy.stats_file(self.step)
+        return kept or ({"lerobot": own} if own is not None and own.exists() else {})
+
+    @property
+    def model(self) -> Pi0Config:
+        """As the weights tell, and LeRobot's settings where there are any; see NOT_IN_WEIGHTS for the rest."""
+        if self.torch is not None:
+            return self.torch.config
+        return infer_config({leaf.name: leaf.shape for leaf in self.leaves()})
+
+    @property
+    def norm(self) -> Norm:
+        """As LeRobot's settings say, else by OpenPI's rule; a contract knows better."""
+        if self.step is not None and self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
+            return lerobot_policy.read_policy(self.step).norm
+        return "quantile" if self.model.pi05 else "zscore"
+
+    def read_norm_stats(self, asset_id: str) -> dict[str, NormStats]:
+        """One of `norm_stats`, in OpenPI's form."""
+        path = self.norm_stats[asset_id]
+        if path.name == NORM_STATS_FILE:
+            return load_norm_stats(path)
+        return lerobot_policy.read_stats(path.parent)
 
     @property
     def train_state(self) -> Path | None:
         """What a run needs to resume, where it was kept."""
-        path = None if self.step is None else self.step / "train_state"
+        path = None if self.step is None or self.torch is not None else self.step / "train_state"
         return path if path is not None and path.is_dir() else None
 
     @property
@@ -93,8 +134,10 @@ class Checkpoint:
             )
         return self.train_state if _leaf_paths(_tree_metadata(self.train_state)) else self.params
 
-    def leaves(self, weights: Weights = "serving") -> "list[Leaf]":
+    def leaves(self, weights: Weights = "serving") -> list[Leaf]:
         """Every parameter, opened and not read."""
+        if self.torch is not None:
+            return self.torch.leaves()
         served = _open_leaves(self.params)
         if weights == "serving":
             return served
@@ -102,7 +145,7 @@ class Checkpoint:
         raw = {leaf.name: leaf for leaf in _open_leaves(self.raw_params)}
         return list({**{leaf.name: leaf for leaf in served}, **raw}.values())
 
-    def state_leaves(self) -> "list[Leaf]":
+    def state_leaves(self) -> list[Leaf]:
         """What a run of ours kept besides parameters, opened and not read."""
         if self.train_state is None:
             raise UserError(f"{self.step or self.params} has no train_state, so no run can go on from it.")
@@ -110,8 +153,9 @@ class Checkpoint:
 
 
 @contextlib.contextmanager
-def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
-    """A step folder, its params folder, a folder with one step below it, or a tar archive of any of these."""
+def open_checkpoint(path: str | Path, *, vision_heads: int | None = None) -> Iterator[Checkpoint]:
+    """A step folder, its params folder, a folder with one step below it, or a tar archive of any of these; in any
+    dialect. `vision_heads` is for PyTorch's of unusual size, whose weights do not show it."""
     path = Path(path)
     if not path.exists():
         if remote := re.match(r"(\w+):/+(.*)", str(path)):  # a Path has lost the second slash
@@ -119,13 +163,17 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
             raise UserError(f"{address} is a remote address; download it first, for example with `gsutil -m cp -r`.")
         raise UserError(f"{path} does not exist; name a checkpoint folder (with params/ in it) or its .tar.gz.")
     if path.is_dir():
-        yield _find(Path(os.path.abspath(path)), str(path))  # without "..", which Orbax's files do not take
+        # Without "..", which Orbax's files do not take.
+        yield _find(Path(os.path.abspath(path)), str(path), vision_heads)
+        return
+    if path.suffix == ".safetensors":
+        yield _torch_checkpoint(path.absolute(), vision_heads)
         return
     with tempfile.TemporaryDirectory(prefix="pistar-") as folder:
         _unpack(path, Path(folder))
         unpacked = (Path(folder), path)
         try:
-            yield dataclasses.replace(_find(Path(folder), str(path)), unpacked=unpacked)
+            yield dataclasses.replace(_find(Path(folder), str(path), vision_heads), unpacked=unpacked)
         except UserError as error:
             raise UserError(Checkpoint(path, None, unpacked).in_users_words(str(error))) from error
 
@@ -152,23 +200,30 @@ def _unpack(archive: Path, folder: Path) -> None:
         ) from error
 
 
-def _find(folder: Path, name: str) -> Checkpoint:
+def _find(folder: Path, name: str, vision_heads: int | None) -> Checkpoint:
+    if (folder / WEIGHTS_FILE).is_file():  # before params/, as OpenPI looks
+        return _torch_checkpoint(folder / WEIGHTS_FILE, vision_heads)
     if (folder / "params").is_dir():
         return Checkpoint(params=folder / "params", step=folder)
     if folder.name == "params" or (folder / "_METADATA").exists() or (folder / "manifest.ocdbt").exists():
         return Checkpoint(params=folder, step=folder.parent if folder.name == "params" else None)
-    if (folder / "model.safetensors").exists():
-        raise UserError(
-            f"{name} is a PyTorch checkpoint (model.safetensors); pistar reads OpenPI's JAX ones, "
-            "bring the one it was converted from."
-        )
     steps = _steps_below(folder, _DEPTH)
     if not steps:
-        raise UserError(f"{name} holds no params folder; name a step folder of an OpenPI or pistar run.")
+        raise UserError(
+            f"{name} holds neither a params folder nor a {WEIGHTS_FILE}; name a step folder of an OpenPI or pistar "
+            "run, or a pretrained_model folder of LeRobot's."
+        )
     if len(steps) > 1:
         found = ", ".join(step.relative_to(folder).as_posix() for step in steps)
         raise UserError(f"{name} holds {len(steps)} checkpoints ({found}); name the one you mean.")
-    return Checkpoint(params=steps[0] / "params", step=steps[0])
+    return _find(steps[0], name, vision_heads)
+
+
+def _torch_checkpoint(file: Path, vision_heads: int | None) -> Checkpoint:
+    folder = file.parent
+    contract = folder / CONTRACT_FILE
+    known = read_contract(contract).model if contract.exists() and vision_heads is None else None
+    return Checkpoint(params=file, step=folder, torch=open_torch_weights(file, known, vision_heads))
 
 
 def _steps_below(folder: Path, depth: int) -> list[Path]:
@@ -177,7 +232,7 @@ def _steps_below(folder: Path, depth: int) -> list[Path]:
     children.sort(key=lambda path: (int(path.name) if path.name.isdigit() else -1, path.name))
     found = []
     for child in children:
-        if (child / "params").is_dir():
+        if (child / "params").is_dir() or (child / WEIGHTS_FILE).is_file():
             found.append(child)
         elif depth > 1:
             found += _steps_below(child, depth - 1)
@@ -187,30 +242,46 @@ def _steps_below(folder: Path, depth: int) -> list[Path]:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One parameter on disk."""
+class StoredLeaf(Leaf):
+    """One parameter in a folder of Orbax's."""
 
-    name: str
-    store: ts.TensorStore
-    folder: Path
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype."""
-        return jax.ShapeDtypeStruct(self.store.shape, self.store.dtype.numpy_dtype)  # type: ignore[no-untyped-call]
+    def __init__(self, name: str, store: ts.TensorStore, folder: Path) -> None:
+        self.name, self._store, self._folder = name, store, folder
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
-        return tuple(self.store.shape)
+        return tuple(self._store.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self._store.dtype.numpy_dtype)
+
+    @property
+    def rows_of_a_block(self) -> int:
+        fitting, together = block_rows(self.shape, self.dtype), self._rows_of_a_chunk
+        return fitting if together > fitting else fitting // together * together
+
+    @property
+    def _rows_of_a_chunk(self) -> int:
+        return (self._store.chunk_layout.read_chunk.shape or (1,))[0] or 1
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Into memory, all of it or a part."""
         try:
-            return np.asarray(self.store[index].read().result())
+            return np.asarray(self._store[index].read().result())
         except ValueError as error:
-            raise _unreadable(self.folder, self.name, error) from error
+            raise _unreadable(self._folder, self.name, error) from error
+
+    def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        rows = self.rows_of_a_block
+        if whole or self._rows_of_a_chunk <= rows:
+            yield from super().blocks(whole=whole)
+            return
+        # Orbax keeps all rows in one piece, which has to be unpacked as a whole. It stays so as long as this takes, and
+        # is handed out in parts; a copy of all of it would be as large again.
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 2 * nbytes}})
+        store = ts.open(self._store.spec(), open=True, read=True, context=context).result()
+        yield from Leaf.blocks(StoredLeaf(self.name, store, self._folder))
 
 
 def read_params(
@@ -246,7 +317,7 @@ def _open_leaves(folder: Path, root: str = "params") -> list[Leaf]:
         "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value", False),
     }
     context = ts.Context()
-    leaves = []
+    leaves: list[Leaf] = []
     for name, path in _leaf_paths(metadata, root).items():
         key = ".".join(path)
         base = {"driver": "file", "path": f"{folder}/"}
@@ -257,7 +328,7 @@ def _open_leaves(folder: Path, root: str = "params") -> list[Leaf]:
             store = ts.open(spec | {"kvstore": kvstore}, open=True, read=True, context=context).result()
         except ValueError as error:
             raise _unreadable(folder, name, error) from error
-        leaves.append(Leaf(name, store, folder))
+        leaves.append(StoredLeaf(name, store, folder))
     return leaves
 
 

@@ -1,6 +1,7 @@
 """What a training run is made of. Frozen, validated at birth, written to the run's folder as YAML."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,6 +23,7 @@ from pistar.data.robots import find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType
 from pistar.tables import from_table, to_table
+from pistar.training.migrating import as_ours
 from pistar.training.online_config import OnlineConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
 
@@ -321,8 +323,10 @@ def save_config(path: Path, config: RLTrainConfig) -> None:
     aside.replace(path)
 
 
-def load_config(path: Path, default: RLTrainConfig | None = None) -> RLTrainConfig:
-    """From YAML; what it leaves out is as in `default`."""
+def load_config(
+    path: Path, default: RLTrainConfig | None = None, *, say: Callable[[str], object] = lambda note: None
+) -> RLTrainConfig:
+    """From YAML, ours or what migrating knows; what it leaves out is as in `default`. Changed names are told."""
     try:
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -331,6 +335,10 @@ def load_config(path: Path, default: RLTrainConfig | None = None) -> RLTrainConf
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is no YAML ({reason}); mend or replace it.") from error
     try:
+        if isinstance(table, dict):
+            table, notes = as_ours(table)
+            for note in notes:
+                say(f"{path}: {note}")
         return from_table(RLTrainConfig, {} if table is None else table, "config", default=default)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

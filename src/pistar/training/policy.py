@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pistar.config import Pi0Config
-from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, norm_stats_hash
+from pistar.data.norm_stats import NormStats, norm_stats_hash
 from pistar.data.robots import Robot, find_robot, input_transform, output_transform
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.errors import UserError
-from pistar.models.inspect import ModelType, infer_config
+from pistar.models.inspect import ModelType
 from pistar.models.pi0 import Params, bind, param_shapes
 from pistar.models.tokenizer import (
     TINY_TOKENIZER,
@@ -135,7 +135,7 @@ def agree_contract(
     prompt_format: ModelType | None,
 ) -> tuple[Contract, PromptTokenizer]:
     """The checkpoint's contract, held against its weights, stats and what the user says; or what OpenPI's would say."""
-    weights = infer_config({leaf.name: leaf.struct.shape for leaf in checkpoint.leaves()})
+    weights = checkpoint.model
     if checkpoint.contract is None:
         return _assume_contract(checkpoint, weights, tokenizer, robot, asset_id, action_horizon, prompt_format)
     contract = read_contract(checkpoint.contract)
@@ -166,12 +166,12 @@ def _assume_contract(
     """For OpenPI's checkpoints, which have none: from the weights, OpenPI's rules, and the user."""
     if robot is None:
         raise UserError(f"{checkpoint.step} has no contract.json to name its robot; give the robot, for example aloha.")
-    if action_horizon is None:
+    if action_horizon is None and checkpoint.dialect != "lerobot":
         logger.warning(
             "No weight shows the action horizon; taking OpenPI's default of %d. Give it if the policy's is another.",
             config.action_horizon,
         )
-    else:
+    if action_horizon is not None:
         config = dataclasses.replace(config, action_horizon=action_horizon)
     assets = list(checkpoint.norm_stats)
     if asset_id is None and len(assets) == 1:
@@ -190,7 +190,6 @@ def _assume_contract(
             )
     prompt_tokenizer = load_tokenizer(tokenizer, config.max_token_len)
     check_vocab(prompt_tokenizer, config.vocab_size)
-    norm: Norm = "quantile" if config.pi05 else "zscore"
     contract = Contract(
         model=config,
         robot=robot,
@@ -200,7 +199,7 @@ def _assume_contract(
         delta_mask=machine.delta_mask,
         prompt_format=prompt_format or config.model_type,
         tokenizer_sha256=prompt_tokenizer.sha256,
-        norm_kind=norm,
+        norm_kind=checkpoint.norm,
         norm_stats_sha256=norm_stats_hash(stats),
     )
     return contract, prompt_tokenizer
@@ -217,10 +216,9 @@ def _contract_tokenizer(contract: Contract, source: str | Path | None) -> Prompt
 
 
 def _norm_stats(checkpoint: Checkpoint, asset_id: str) -> dict[str, NormStats]:
-    paths = checkpoint.norm_stats
-    if asset_id not in paths:
+    if asset_id not in checkpoint.norm_stats:
         raise UserError(
             f"{checkpoint.step or checkpoint.params} has no assets/{asset_id}/norm_stats.json, without which actions "
             "come out in the wrong units; copy the training run's assets folder beside params."
         )
-    return load_norm_stats(paths[asset_id])
+    return checkpoint.read_norm_stats(asset_id)

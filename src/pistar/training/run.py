@@ -369,7 +369,8 @@ def _norm_stats(
             there = checkpoint.norm_stats
             asset_id = next(iter(there)) if len(there) == 1 else asset_id
             if asset_id in there:
-                return load_norm_stats(there[asset_id]), f"assets/{asset_id} of {config.checkpoint}", asset_id
+                stats = checkpoint.read_norm_stats(asset_id)
+                return stats, f"assets/{asset_id} of {config.checkpoint}", asset_id
             if there:
                 raise UserError(
                     f"{config.checkpoint} has norm stats for {', '.join(there)} and data.asset_id is {asset_id}; "

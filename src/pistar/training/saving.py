@@ -15,9 +15,10 @@ import numpy as np
 from pistar.data.norm_stats import NormStats
 from pistar.errors import UserError
 from pistar.models.pi0 import Params
-from pistar.training.checkpoints import STATE, Leaf, as_tree, open_checkpoint, write_checkpoint
+from pistar.training.checkpoints import STATE, as_tree, open_checkpoint, write_checkpoint
 from pistar.training.contract import Contract
 from pistar.training.hosts import is_leader, meet, several
+from pistar.training.leaves import Leaf
 from pistar.training.metrics import Window
 from pistar.training.sharding import place
 from pistar.types import AnyArray

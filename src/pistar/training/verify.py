@@ -10,13 +10,17 @@ import jax
 import numpy as np
 
 from pistar.config import GemmaConfig, Pi0Config
-from pistar.data.norm_stats import Norm, NormStats, check_norm_stats, load_norm_stats
+from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
-from pistar.models.inspect import MODEL_NAMES, ModelType, infer_config
+from pistar.models.inspect import MODEL_NAMES, ModelType
 from pistar.models.pi0 import param_shapes
 from pistar.models.tokenizer import PALIGEMMA_VOCAB, check_same_tokenizer, check_vocab, load_tokenizer
-from pistar.training.checkpoints import Checkpoint, Leaf, open_checkpoint
+from pistar.training.checkpoints import Checkpoint, open_checkpoint
 from pistar.training.contract import Contract, read_contract
+from pistar.training.leaves import Leaf
+from pistar.training.pytorch_weights import Dialect
+
+_DIALECTS: dict[Dialect, str] = {"openpi": "OpenPI (JAX)", "openpi-pytorch": "OpenPI (PyTorch)", "lerobot": "LeRobot"}
 
 Progress = Callable[[int, int], None]
 """Told the parameters read so far, and all there are."""
@@ -54,25 +58,27 @@ def verify(
     model_type: ModelType | None = None,
     action_dim: int | None = None,
     tokenizer: str | Path | None = None,
+    vision_heads: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> VerifyReport:
-    """Look at everything, one parameter in memory at a time. Raises only if too little is there to tell what it is."""
-    with open_checkpoint(path) as checkpoint:
+    """Look at everything, a block of one parameter in memory at a time. Raises only if too little is there to tell what
+    it is, or if a PyTorch file's tensors are not those of a π₀, all of them and no others."""
+    with open_checkpoint(path, vision_heads=vision_heads) as checkpoint:
         leaves = checkpoint.leaves()
         structs = {leaf.name: leaf.struct for leaf in leaves}
         try:
-            config = infer_config({name: struct.shape for name, struct in structs.items()})
+            config = checkpoint.model
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         contract, contract_check = _check_contract_file(checkpoint)
-        norm_kind: Norm = contract.norm_kind if contract else "quantile" if config.pi05 else "zscore"
+        norm_kind: Norm = contract.norm_kind if contract else checkpoint.norm
         stats, norm_check = _check_norm_stats(checkpoint, norm_kind, config.action_dim)
         if contract:
             problems = contract.problems(config, stats.get(contract.asset_id))
             contract_check = dataclasses.replace(contract_check, problems=tuple(problems))
         checks = [
             _check_parameters(structs, config),
-            _check_values(leaves, progress),
+            _check_values(checkpoint, leaves, progress),
             _check_train_state(checkpoint),
             norm_check,
             contract_check,
@@ -80,7 +86,9 @@ def verify(
             _check_expected("action dim", config.action_dim, action_dim),
             _check_tokenizer(tokenizer, config, contract),
         ]
-        facts = _describe(checkpoint, structs, config, contract) | _describe_robots(stats, norm_kind, contract)
+        facts = _describe(checkpoint, structs, config, contract) | _describe_robots(
+            checkpoint, stats, norm_kind, contract
+        )
         told = [
             dataclasses.replace(check, problems=tuple(map(checkpoint.in_users_words, check.problems)))
             for check in checks
@@ -115,19 +123,19 @@ def _check_parameters(structs: Mapping[str, jax.ShapeDtypeStruct], config: Pi0Co
     )
 
 
-def _check_values(leaves: Sequence[Leaf], progress: Progress) -> Check:
+def _check_values(checkpoint: Checkpoint, leaves: Sequence[Leaf], progress: Progress) -> Check:
     unreadable, unsound = [], []
     for done, leaf in enumerate(leaves):
         progress(done, len(leaves))
         try:
-            if not _is_finite(leaf.read()):
+            if not _is_finite(leaf):
                 unsound.append(leaf.name)
         except UserError as error:
             unreadable.append(str(error))
     progress(len(leaves), len(leaves))
     rest = f" ({len(unreadable) - 1} more are like it.)" if len(unreadable) > 1 else ""
     problems = [problem + rest for problem in unreadable[:1]]
-    sharding = leaves[0].folder / "_sharding"
+    sharding = checkpoint.params / "_sharding"
     try:
         json.loads(sharding.read_text(encoding="utf-8")) if sharding.exists() else None
     except ValueError as error:
@@ -139,9 +147,11 @@ def _check_values(leaves: Sequence[Leaf], progress: Progress) -> Check:
     return Check("values", "every number is there and finite", tuple(problems))
 
 
-def _is_finite(array: np.ndarray) -> bool:
-    # Layer by layer, for the mask of a whole leaf takes a gigabyte.
-    return all(bool(np.isfinite(part).all()) for part in (array if array.ndim > 1 else [array]))
+def _is_finite(leaf: Leaf) -> bool:
+    # Row by row, for the mask of a whole leaf takes a gigabyte.
+    return all(
+        bool(np.isfinite(part).all()) for _, block in leaf.blocks() for part in (block if block.ndim > 2 else [block])
+    )
 
 
 def _check_norm_stats(
@@ -154,9 +164,9 @@ def _check_norm_stats(
             f"{checkpoint.step or checkpoint.params} has no assets/<asset_id>/norm_stats.json; without them the robot "
             "gets actions in the wrong units, so copy the training run's assets folder beside params."
         )
-    for asset_id, path in checkpoint.norm_stats.items():
+    for asset_id in checkpoint.norm_stats:
         try:
-            found = load_norm_stats(path)
+            found = checkpoint.read_norm_stats(asset_id)
             stats[asset_id] = found
             notes += [f"{asset_id} {note}" for note in check_norm_stats(found, kind)]
             problems += [
@@ -180,6 +190,8 @@ def _check_contract_file(checkpoint: Checkpoint) -> tuple[Contract | None, Check
 
 
 def _check_train_state(checkpoint: Checkpoint) -> Check:
+    if checkpoint.torch is not None:
+        return Check("train state", "none: PyTorch's optimisers are not read", absent=True)
     if checkpoint.train_state is None:
         return Check("train state", "none, so nobody can tell whether params holds an average (EMA)", absent=True)
     try:
@@ -234,9 +246,10 @@ def _describe(
     count = sum(math.prod(struct.shape) for struct in structs.values())
     dtypes = sorted({struct.dtype.name for struct in structs.values()})
     vision = config.vision
-    known = contract.model if contract else None
+    known = contract.model if contract else config if checkpoint.dialect == "lerobot" else None
     return {
         "model": f"{MODEL_NAMES[config.model_type]} ({config.model_type})",
+        "dialect": _DIALECTS[checkpoint.dialect],
         "parameters": f"{count:,} in {len(structs)} arrays, {' and '.join(dtypes)}",
         "vlm": _describe_expert(config.vlm, known.vlm if known else None),
         "action expert": _describe_expert(config.expert, known.expert if known else None),
@@ -274,15 +287,16 @@ def _describe_tokenizer(config: Pi0Config, contract: Contract | None) -> str:
 
 
 def _describe_robots(
-    stats: Mapping[str, Mapping[str, NormStats]], kind: Norm, contract: Contract | None
+    checkpoint: Checkpoint, stats: Mapping[str, Mapping[str, NormStats]], kind: Norm, contract: Contract | None
 ) -> dict[str, str]:
+    rule = "by LeRobot's settings" if checkpoint.dialect == "lerobot" else "by OpenPI's rule for this model"
     robots = "; ".join(
         " ".join([f"{asset_id}:", *(f"{key} {len(entry.mean)}" for key, entry in found.items())])
         for asset_id, found in stats.items()
     )
     facts = {
         "robots": robots or "unknown, no norm stats",
-        "normalisation": kind if contract else f"{kind}, by OpenPI's rule for this model",
+        "normalisation": kind if contract else f"{kind}, {rule}",
     }
     if contract:
         relative = [str(i) for i, delta in enumerate(contract.delta_mask or ()) if delta]

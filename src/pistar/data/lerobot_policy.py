@@ -1,0 +1,278 @@
+"""LeRobot's policy folders, `pretrained_model/`: their settings, processors and statistics.
+
+Written in the form of LeRobot 0.4.4, which 0.6.1 loads too; the other way round it does not go.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pistar.config import DType, Pi0Config
+from pistar.data.norm_stats import EPSILON, Norm, NormStats, check_norm_stats
+from pistar.data.safetensors_file import SafetensorsFile, write_safetensors
+from pistar.errors import UserError
+
+CONFIG_FILE = "config.json"
+TOKENIZER = "google/paligemma-3b-pt-224"
+"""By its name on the hub, which is how LeRobot knows it."""
+_PREPROCESSOR, _POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+_FEATURES = {"state": "observation.state", "actions": "action"}
+_IMAGES = "observation.images."
+_NORMS: dict[Norm, str] = {"zscore": "MEAN_STD", "quantile": "QUANTILES"}
+_EPSILON = 1e-8
+"""What LeRobot adds to a deviation, and puts in place of quantiles that coincide."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeRobotPolicy:
+    """What such a folder says of its policy beside the weights."""
+
+    kind: Literal["pi0", "pi05"]
+    cameras: tuple[str, ...]
+    """As LeRobot's datasets call them, in the order the model sees them."""
+    action_horizon: int
+    max_token_len: int
+    norm: Norm
+    relative_actions: bool
+    """LeRobot 0.6's own way of making actions relative to the state."""
+
+
+def says_lerobot(folder: Path) -> bool:
+    """Whether there are settings that only LeRobot writes."""
+    try:
+        return "type" in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_policy(folder: Path) -> LeRobotPolicy:
+    """The settings, refused where no π₀ of ours could follow them."""
+    settings = _read_json(folder / CONFIG_FILE)
+    kind = settings.get("type")
+    if kind not in ("pi0", "pi05"):
+        raise UserError(f"{folder / CONFIG_FILE} is of a {kind!r} policy; pistar knows LeRobot's pi0 and pi05.")
+    if settings.get("use_peft"):
+        raise UserError(f"{folder} has adapters of PEFT's beside its weights; merge them in LeRobot and save again.")
+    norms = settings.get("normalization_mapping", {})
+    names = {name: norm for norm, name in _NORMS.items()}
+    used = {norms.get(key) for key in ("STATE", "ACTION")} - {None} or {
+        _NORMS["quantile" if kind == "pi05" else "zscore"]
+    }
+    (name,) = used if len(used) == 1 else (" and ".join(sorted(used)),)
+    if name not in names:
+        raise UserError(
+            f"{folder / CONFIG_FILE} normalises state and actions by {name}; OpenPI's models know "
+            f"{' or '.join(names)}, the same for both: train with one of these."
+        )
+    cameras = tuple(key.removeprefix(_IMAGES) for key in settings.get("input_features", {}) if key.startswith(_IMAGES))
+    return LeRobotPolicy(
+        kind=kind,
+        cameras=cameras,
+        action_horizon=int(settings.get("chunk_size", 50)),
+        max_token_len=int(settings.get("tokenizer_max_length", 200 if kind == "pi05" else 48)),
+        norm=names[name],
+        relative_actions=bool(settings.get("use_relative_actions", False)),
+    )
+
+
+def stats_file(folder: Path) -> Path | None:
+    """Where its normaliser keeps its numbers; None if it has none."""
+    step = _normalizer(folder)
+    return None if step is None or "state_file" not in step else folder / str(step["state_file"])
+
+
+def read_stats(folder: Path) -> dict[str, NormStats]:
+    """Its statistics in OpenPI's form: with OpenPI's epsilon they give the numbers that LeRobot's give with its own."""
+    step, path = _normalizer(folder), stats_file(folder)
+    if step is None or path is None or not path.exists():
+        raise UserError(
+            f"{folder} has no statistics ({_PREPROCESSOR}.json and its safetensors); without them the robot gets "
+            "actions in the wrong units, so copy the whole folder."
+        )
+    epsilon = float(step.get("config", {}).get("eps", _EPSILON))
+    file = SafetensorsFile(path)
+    stats = {}
+    for key, feature in _FEATURES.items():
+        arrays = {
+            name: file.read(f"{feature}.{name}").astype(np.float64)
+            for name in ("mean", "std", "q01", "q99")
+            if f"{feature}.{name}" in file.tensors
+        }
+        if "mean" not in arrays or "std" not in arrays:
+            raise UserError(
+                f"{path} has no mean and std of {feature}; compute the dataset's statistics and save again."
+            )
+        stats[key] = _from_lerobot(arrays, epsilon)
+    return stats
+
+
+def agree(stats: Mapping[str, NormStats], folder: Path) -> bool:
+    """Whether the folder's statistics are these, rounded to LeRobot's float32."""
+    path = stats_file(folder)
+    if path is None or not path.exists():
+        return False
+    file = SafetensorsFile(path)
+    for key, feature in _FEATURES.items():
+        for name, value in (_to_lerobot(stats[key]) if key in stats else {}).items():
+            tensor = f"{feature}.{name}"
+            if tensor not in file.tensors:
+                return False
+            theirs = file.read(tensor)
+            if len(theirs) > len(value) or not np.array_equal(theirs, value[: len(theirs)]):
+                return False
+    return set(_FEATURES) <= set(stats)
+
+
+def _normalizer(folder: Path) -> dict[str, Any] | None:
+    path = folder / f"{_PREPROCESSOR}.json"
+    if not path.exists():
+        return None
+    steps = _read_json(path).get("steps", [])
+    return next((step for step in steps if step.get("registry_name") == "normalizer_processor"), None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; copy the whole pretrained_model folder.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); copy it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no JSON table; copy it again.")
+    return content
+
+
+# Both divide by a spread and a little more. For the same quotient the spreads differ by the difference of the littles.
+
+
+def _from_lerobot(arrays: Mapping[str, np.ndarray], epsilon: float) -> NormStats:
+    std = np.maximum(arrays["std"] + epsilon - EPSILON, 0.0)
+    if "q01" not in arrays or "q99" not in arrays:
+        return NormStats(arrays["mean"], std)
+    return NormStats(arrays["mean"], std, arrays["q01"], np.maximum(arrays["q99"] - EPSILON, arrays["q01"]))
+
+
+def _to_lerobot(stats: NormStats) -> dict[str, np.ndarray]:
+    arrays = {"mean": stats.mean, "std": stats.std + EPSILON - _EPSILON}
+    if stats.q01 is not None and stats.q99 is not None:
+        arrays |= {"q01": stats.q01, "q99": stats.q99 + EPSILON}
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_policy(
+    folder: Path,
+    model: Pi0Config,
+    stats: Mapping[str, NormStats],
+    norm: Norm,
+    *,
+    state_dim: int,
+    action_dim: int,
+    dtype: DType,
+) -> None:
+    """Everything of such a folder but the weights."""
+    check_norm_stats(stats, norm)
+    visual = {"type": "VISUAL", "shape": [3, model.image_size, model.image_size]}
+    inputs = {f"{_IMAGES}{camera}": visual for camera in model.cameras}
+    inputs[_FEATURES["state"]] = {"type": "STATE", "shape": [state_dim]}
+    outputs = {_FEATURES["actions"]: {"type": "ACTION", "shape": [action_dim]}}
+    norm_map = {"VISUAL": "IDENTITY", "STATE": _NORMS[norm], "ACTION": _NORMS[norm]}
+    dims = {"state": state_dim, "actions": action_dim}
+    arrays = {
+        f"{feature}.{name}": value[: dims[key]]
+        for key, feature in _FEATURES.items()
+        for name, value in _to_lerobot(stats[key]).items()
+    }
+
+    def step(name: str, **config: object) -> dict[str, Any]:
+        return {"registry_name": name, "config": config}
+
+    scale = {"eps": _EPSILON, "norm_map": norm_map}
+    normalise = step("normalizer_processor", features=inputs | outputs, **scale)
+    tokenise = step(
+        "tokenizer_processor",
+        max_length=model.max_token_len,
+        task_key="task",
+        padding_side="right",
+        padding="max_length",
+        truncation=True,
+        tokenizer_name=TOKENIZER,
+    )
+    device = step("device_processor", device="cpu", float_dtype=None)
+    first = [step("rename_observations_processor", rename_map={}), step("to_batch_processor")]
+    if model.pi05:  # the state is written into the prompt, so it is scaled before
+        before = [*first, normalise, step("pi05_prepare_state_tokenizer_processor_step"), tokenise, device]
+    else:
+        before = [*first, step("pi0_new_line_processor"), tokenise, device, normalise]
+    after = [step("unnormalizer_processor", features=outputs, **scale), device]
+    for name, steps in ((_PREPROCESSOR, before), (_POSTPROCESSOR, after)):
+        for i, entry in enumerate(steps):
+            if "normalizer" in entry["registry_name"]:
+                entry["state_file"] = f"{name}_step_{i}_{entry['registry_name']}.safetensors"
+                write_safetensors(folder / entry["state_file"], arrays)
+        _write_json(folder / f"{name}.json", {"name": name, "steps": steps})
+    _write_json(folder / CONFIG_FILE, _settings(model, inputs, outputs, norm_map, dtype))
+
+
+def _settings(
+    model: Pi0Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any], norm_map: Mapping[str, str], dtype: DType
+) -> dict[str, Any]:
+    """config.json. LeRobot refuses a name it does not know and has a default for one that is left out, so these are
+    all the names of 0.4.4; how one would train it further is as LeRobot's defaults have it."""
+    return {
+        "type": model.model_type,
+        "n_obs_steps": 1,
+        "input_features": dict(inputs),
+        "output_features": dict(outputs),
+        "device": "cpu",
+        "use_amp": False,
+        "use_peft": False,
+        "push_to_hub": True,
+        **dict.fromkeys(("repo_id", "private", "tags", "license", "pretrained_path")),
+        "paligemma_variant": "gemma_2b",
+        "action_expert_variant": "gemma_300m",
+        "dtype": dtype,
+        "chunk_size": model.action_horizon,
+        "n_action_steps": model.action_horizon,
+        "max_state_dim": model.action_dim,
+        "max_action_dim": model.action_dim,
+        "num_inference_steps": 10,
+        "time_sampling_beta_alpha": 1.5,
+        "time_sampling_beta_beta": 1.0,
+        "time_sampling_scale": 0.999,
+        "time_sampling_offset": 0.001,
+        "min_period": 0.004,
+        "max_period": 4.0,
+        "rtc_config": None,
+        "image_resolution": [model.image_size, model.image_size],
+        "empty_cameras": 0,
+        "normalization_mapping": dict(norm_map),
+        "gradient_checkpointing": False,
+        "compile_model": False,
+        "compile_mode": "max-autotune",
+        "freeze_vision_encoder": False,
+        "train_expert_only": False,
+        "optimizer_lr": 2.5e-05,
+        "optimizer_betas": [0.9, 0.95],
+        "optimizer_eps": 1e-08,
+        "optimizer_weight_decay": 0.01,
+        "optimizer_grad_clip_norm": 1.0,
+        "scheduler_warmup_steps": 1000,
+        "scheduler_decay_steps": 30000,
+        "scheduler_decay_lr": 2.5e-06,
+        "tokenizer_max_length": model.max_token_len,
+    }
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

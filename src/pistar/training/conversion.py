@@ -1,0 +1,290 @@
+"""Checkpoints from one dialect to another: OpenPI's, OpenPI's PyTorch, LeRobot's. Block by block, and proven.
+
+Whatever the source, its parameters are seen under OpenPI's JAX names (`Leaf`); the target is written from these, opened
+again, seen under the same names, and must be the same numbers. Only then does it appear, by one rename.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from pistar.config import DType, Pi0Config, gemma_variant
+from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
+from pistar.errors import UserError
+from pistar.models.lora import adapter_names
+from pistar.models.pi0 import param_shapes
+from pistar.models.pytorch_names import stays_float32, torch_tensors
+from pistar.training.checkpoints import NORM_STATS_FILE, Checkpoint, open_checkpoint
+from pistar.training.contract import Contract, read_contract
+from pistar.training.dialect_writers import Written, write_dialect
+from pistar.training.leaves import CastLeaf, Leaf
+from pistar.training.merging import has_adapters, merge_adapters, with_known_alphas
+from pistar.training.proof import MERGE_TOLERANCE, Outputs, Proof, Recorder, check_came_back, compare_outputs
+from pistar.training.pytorch_weights import Dialect
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how many parameters are done and how many there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a checkpoint is to become, and what the user knows that its files do not show."""
+
+    dialect: Dialect
+    dtype: DType | None = None
+    """None: each parameter as it is."""
+    merge_lora: bool = False
+    vlm_alpha: float | None = None
+    expert_alpha: float | None = None
+    vision_heads: int | None = None
+    action_horizon: int | None = None
+    asset_id: str | None = None
+    run_model: bool = True
+    """Compare outputs too, if there is memory for it."""
+
+
+def find_dialect(name: str) -> Dialect:
+    """The dialect of that name, or the nearest name in the error."""
+    known: tuple[Dialect, ...] = get_args(Dialect)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.3) or known
+        raise UserError(f"there is no format {name!r}; try {', '.join(near)}.")
+    return known[known.index(name)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """An opened checkpoint, and all that is known of it."""
+
+    checkpoint: Checkpoint
+    contract: Contract | None
+    config: Pi0Config
+    leaves: list[Leaf]
+    stats: dict[str, dict[str, NormStats]]
+    asset_id: str | None
+    """Whose statistics are the policy's; None if there are none, or several and nobody says."""
+    norm: Norm
+    horizon_known: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What was done."""
+
+    folder: Path
+    source: Source
+    wanted: Wanted
+    config: Pi0Config
+    """Of what was written."""
+    proof: Proof
+
+    @property
+    def config_variants(self) -> tuple[str | None, str | None]:
+        """OpenPI's names for the sizes of the two experts; None where it has none."""
+        return gemma_variant(self.config.vlm), gemma_variant(self.config.expert)
+
+
+def convert(
+    path: str | Path, out: Path, wanted: Wanted, progress: Progress = lambda what, done, total: None
+) -> Conversion:
+    """Write the checkpoint at `path` anew as `out`, in the dialect that is wanted."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already and not empty; name a new folder.")
+    with open_checkpoint(path, vision_heads=wanted.vision_heads) as checkpoint:
+        source = _look(checkpoint, wanted)
+        leaves, config = _as_wanted(source, wanted)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        _check_space(out, size)
+        with _written_or_not(out, size) as folder:
+            recorder = Recorder(len(leaves), lambda done, total: progress("writing", done, total))
+            watched = [recorder.watch(leaf) for leaf in leaves]
+            asset = "" if source.asset_id is None else source.asset_id
+            written = Written(config, watched, source.stats, asset, source.norm, _contract(source, config))
+            write_dialect(folder, wanted.dialect, written)
+            proof = _prove(folder, source, leaves, config, wanted, recorder.sums, progress)
+        return Conversion(out, source, wanted, config, proof)
+
+
+# --- Before -----------------------------------------------------------------------------------------------------------
+
+
+def _look(checkpoint: Checkpoint, wanted: Wanted) -> Source:
+    where = checkpoint.step or checkpoint.params
+    contract = None if checkpoint.contract is None else read_contract(checkpoint.contract)
+    leaves = checkpoint.leaves()
+    config = checkpoint.model
+    _check_complete(where, leaves, config)
+    stats = {name: checkpoint.read_norm_stats(name) for name in checkpoint.norm_stats}
+    if wanted.asset_id and list(stats) == ["lerobot"]:  # LeRobot's have no name of their own
+        stats = {wanted.asset_id: stats["lerobot"]}
+    asset_id = wanted.asset_id or (contract.asset_id if contract else None)
+    if asset_id is None and len(stats) == 1:
+        (asset_id,) = stats
+    if asset_id is not None and asset_id not in stats:
+        raise UserError(
+            f"{where} has norm stats for {', '.join(stats) or 'no robot'} and not for {asset_id}; name one of these, "
+            f"or put assets/{asset_id}/{NORM_STATS_FILE} back."
+        )
+    norm = contract.norm_kind if contract else checkpoint.norm
+    if contract and (problems := contract.problems(config, stats.get(contract.asset_id))):
+        raise UserError(f"{where}: {problems[0]}.")
+    if wanted.dialect == "lerobot":
+        if asset_id is None:
+            remedy = "name it: --asset-id" if stats else "put the run's assets folder beside the weights"
+            raise UserError(
+                f"{where} has norm stats for {', '.join(stats) or 'no robot'}, and a LeRobot policy has those of one "
+                f"robot; {remedy}."
+            )
+        check_norm_stats(stats[asset_id], norm)
+    horizon_known = wanted.action_horizon is not None or contract is not None or checkpoint.dialect == "lerobot"
+    return Source(
+        checkpoint, contract, _complete(config, contract, wanted), leaves, stats, asset_id, norm, horizon_known
+    )
+
+
+def _complete(config: Pi0Config, contract: Contract | None, wanted: Wanted) -> Pi0Config:
+    """The config with what no weight shows."""
+    trained = contract.model if contract else None
+    if trained is not None:
+        unseen = ("action_horizon", "max_token_len", "cameras", "vlm", "expert")  # of the experts, α
+        shown = {name: getattr(trained, name) for name in unseen}
+        config = dataclasses.replace(config, **shown)
+        if wanted.action_horizon not in (None, trained.action_horizon):
+            raise UserError(
+                f"action_horizon is {wanted.action_horizon} but the policy was trained with {trained.action_horizon}; "
+                "leave it out."
+            )
+    elif wanted.action_horizon is not None:
+        config = dataclasses.replace(config, action_horizon=wanted.action_horizon)
+    if wanted.merge_lora:
+        config = with_known_alphas(config, trained, {"vlm": wanted.vlm_alpha, "expert": wanted.expert_alpha})
+    return config
+
+
+def _check_complete(where: Path, leaves: Sequence[Leaf], config: Pi0Config) -> None:
+    expected = {name: struct.shape for name, struct in param_shapes(config).items()}
+    found = {leaf.name: leaf.shape for leaf in leaves}
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            raise UserError(f"{where}: {name} is missing; the checkpoint is incomplete, copy it again.")
+        if name not in expected:
+            raise UserError(f"{where}: {name} is left over, which this model has no place for; leave it out.")
+        if found[name] != expected[name]:
+            raise UserError(
+                f"{where}: {name} has shape {found[name]} and the rest of the model needs {expected[name]}; "
+                "the checkpoint is a mixture of two, copy it again."
+            )
+
+
+def _as_wanted(source: Source, wanted: Wanted) -> tuple[list[Leaf], Pi0Config]:
+    """The parameters to write, adapters merged and rounded as asked for, and the config they make."""
+    leaves, config = source.leaves, source.config
+    if wanted.merge_lora and not has_adapters(config):
+        raise UserError(f"{source.checkpoint.params} has no adapters to merge; leave --merge-lora out.")
+    if wanted.merge_lora:
+        leaves, config = merge_adapters(leaves, config)
+    elif has_adapters(config) and wanted.dialect != "openpi":
+        raise UserError(
+            f"{source.checkpoint.params} has adapters, and {wanted.dialect} has no place for them; "
+            "merge them into the weights: --merge-lora."
+        )
+    if wanted.dtype is None:
+        return leaves, config
+    wide, asked = np.dtype(np.float32), np.dtype(jnp.dtype(wanted.dtype))
+    # LeRobot's bfloat16 is a mixture. OpenPI's converter, and its JAX server, round everything.
+    mixture = wanted.dialect == "lerobot" and wanted.dtype == "bfloat16"
+    kept = {tensor.param for tensor in torch_tensors(config) if stays_float32(tensor.name)} if mixture else set()
+    return [CastLeaf(leaf, wide if leaf.name in kept else asked) for leaf in leaves], config
+
+
+def _contract(source: Source, config: Pi0Config) -> Contract | None:
+    """The source's, without the adapters if they were merged."""
+    if source.contract is None:
+        return None
+    model = dataclasses.replace(source.contract.model, vlm=config.vlm, expert=config.expert)
+    return dataclasses.replace(source.contract, model=model)
+
+
+# --- Whole or not at all ----------------------------------------------------------------------------------------------
+
+
+def _check_space(out: Path, size: int) -> None:
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    free = disk_usage(parent).free
+    if free < size:
+        raise UserError(
+            f"{out} would take {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there; "
+            "make room, or write elsewhere."
+        )
+
+
+@contextlib.contextmanager
+def _written_or_not(out: Path, size: int) -> Iterator[Path]:
+    """A folder aside that becomes `out` if all goes well, and is gone otherwise."""
+    final = out.absolute()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}.unfinished-", dir=final.parent) as aside:
+        folder = Path(aside) / "checkpoint"
+        folder.mkdir()
+        try:
+            yield folder
+            folder.rename(final)
+        except (OSError, ValueError) as error:  # tensorstore says the latter
+            reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)]
+            reason = next((reason for reason in reasons if reason in str(error)), None)
+            if reason is None:
+                raise
+            raise UserError(
+                f"{out} is not written: the disk gave out ({reason}) and nothing of it is left; "
+                f"make room for {size / 1e9:.2f} GB, or write elsewhere."
+            ) from error
+
+
+# --- After ------------------------------------------------------------------------------------------------------------
+
+
+def _prove(
+    folder: Path,
+    source: Source,
+    leaves: Sequence[Leaf],
+    config: Pi0Config,
+    wanted: Wanted,
+    sums: Mapping[str, str],
+    progress: Progress,
+) -> Proof:
+    merged, rounded = _merged(source, wanted), _rounded(source, leaves)
+    with open_checkpoint(folder, vision_heads=config.vision.num_heads) as target:
+        check_came_back(target, sums, config, source.stats, lambda done, total: progress("reading back", done, total))
+        outputs = Outputs(0.0, 0.0, "not asked for")
+        if wanted.run_model:
+            progress("running both", 0, 1)
+            outputs = compare_outputs(source.leaves, source.config, target.leaves(), config)
+    if merged and not rounded and outputs.difference > MERGE_TOLERANCE * max(outputs.largest, 1.0):
+        raise UserError(
+            f"the merged weights move an output by {outputs.difference:.1e} of {outputs.largest:.2g}; nothing was "
+            "written: pistar is wrong, please report it."
+        )
+    changed = {*merged, *rounded}
+    same = tuple(leaf.name for leaf in leaves if leaf.name not in changed)
+    return Proof(same, rounded, merged, tuple(source.stats), outputs)
+
+
+def _merged(source: Source, wanted: Wanted) -> tuple[str, ...]:
+    names = {leaf.name for leaf in source.leaves}
+    return tuple(sorted(n for n in names if wanted.merge_lora and adapter_names(n)[0] in names))
+
+
+def _rounded(source: Source, leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    before: dict[str, np.dtype[Any]] = {leaf.name: leaf.dtype for leaf in source.leaves}
+    return tuple(leaf.name for leaf in leaves if leaf.dtype.itemsize < before[leaf.name].itemsize)

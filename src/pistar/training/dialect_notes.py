@@ -1,0 +1,176 @@
+"""What another system does differently whatever the weights, so that nobody looks for it in them.
+
+Measured by running OpenPI and LeRobot 0.4.4 and 0.6.1 on the same small models, unless it says "read".
+"""
+
+import dataclasses
+
+import numpy as np
+
+from pistar.data.lerobot_policy import TOKENIZER, read_policy, says_lerobot
+from pistar.data.norm_stats import EPSILON
+from pistar.training.conversion import Conversion
+from pistar.training.pytorch_weights import Dialect
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """One difference."""
+
+    topic: str
+    text: str
+
+
+def differences(done: Conversion) -> list[Note]:
+    """Between the system the checkpoint comes from and the one it goes to."""
+    dialects: set[Dialect] = {done.source.checkpoint.dialect, done.wanted.dialect}
+    notes = []
+    if "openpi" in dialects and len(dialects) > 1:
+        notes += [
+            Note("time embedding", "float32 in JAX, float64 in PyTorch: moved a small model's actions by 1e-4."),
+            Note(
+                "serving in bfloat16",
+                "JAX rounds every weight; PyTorch keeps norms, patches, positions and the action layers in float32.",
+            ),
+        ]
+    if "openpi-pytorch" in dialects:
+        notes.append(
+            Note("training in PyTorch", "OpenPI's PyTorch forward pass always augments pictures, in evaluation too.")
+        )
+    if "lerobot" in dialects and len(dialects) > 1:
+        notes += _lerobot_notes(done)
+    return [*notes, *_assumptions(done)]
+
+
+def _lerobot_notes(done: Conversion) -> list[Note]:
+    pi05 = done.config.pi05
+    prompt = (
+        "LeRobot 0.4.4 pads the state to 32 numbers before it writes them into the prompt, 0.6.1 and OpenPI do not: "
+        "with 0.4.4 the model reads a prompt it was not trained on."
+        if pi05
+        else "LeRobot appends the newline and tokenises once; OpenPI strips the task, turns _ into a space and "
+        "tokenises the newline by itself (read): give tasks without underscores or spaces at their ends."
+    )
+    size = done.config.image_size
+    notes = [
+        Note("prompt", prompt),
+        Note(
+            "pictures",
+            f"not square, LeRobot 0.4.4 pads them to -3 where 0.6.1 and OpenPI pad to -1: give {size}×{size}. "
+            "Cameras come in the order of config.json, absent ones last and masked.",
+        ),
+        Note(
+            "sampling", "LeRobot computes each step's time anew, OpenPI sums up: moved a small model's actions by 1e-4."
+        ),
+        Note(
+            "normalisation",
+            f"LeRobot adds 1e-8 to deviations, OpenPI {EPSILON:g} to deviations and to ranges of quantiles; the "
+            "statistics are shifted by the difference, so that the same numbers come out.",
+        ),
+        Note("tokenizer", f"LeRobot takes {TOKENIZER} from the hub, by name; OpenPI a file."),
+        Note(
+            "training in LeRobot",
+            "its loss is over the robot's own action dimensions (OpenPI: all), its weight decay 0.01 (1e-10) (read).",
+        ),
+    ]
+    still = _still_dimensions(done)
+    if still:
+        notes.append(
+            Note(
+                "dimensions at rest",
+                f"{', '.join(still)} never moved in the data; should they, LeRobot divides by 1e-8 and OpenPI by "
+                f"{EPSILON:g}.",
+            )
+        )
+    if done.wanted.dialect == "lerobot":
+        notes.append(
+            Note(
+                "loading in LeRobot",
+                'errors are only printed there, and what did not fit stays random: look for "All keys loaded '
+                'successfully!". config.json says device cpu: give --policy.device=cuda.',
+            )
+        )
+        notes += _robot_notes(done)
+    return notes
+
+
+def _still_dimensions(done: Conversion) -> list[str]:
+    source = done.source
+    return [
+        f"{key}[{i}]"
+        for key, entry in source.stats.get(source.asset_id or "", {}).items()
+        for i in np.flatnonzero(entry.std == 0 if source.norm == "zscore" else entry.q01 == entry.q99)
+    ]
+
+
+def _robot_notes(done: Conversion) -> list[Note]:
+    """What the robot's transforms did, which LeRobot has not."""
+    contract, notes = done.source.contract, []
+    if any(variant is None for variant in done.config_variants):
+        notes.append(
+            Note("sizes", "LeRobot knows only gemma_2b with gemma_300m, which this is not: it cannot load this folder.")
+        )
+    if contract is None:
+        return notes
+    relative = [str(i) for i, delta in enumerate(contract.delta_mask or ()) if delta]
+    if relative:
+        notes.append(
+            Note(
+                "relative actions",
+                f"the policy's actions {', '.join(relative)} are relative to the state, and LeRobot takes them as they "
+                "come: add the state that the chunk was asked with before the robot gets them.",
+            )
+        )
+    robot = contract.find_robot()
+    if robot.changes_joints:
+        notes.append(
+            Note(
+                "joints",
+                f"{contract.robot}'s joints and grippers are turned to π₀'s convention on the way in and back on the "
+                "way out, which LeRobot does not: do it around the policy (pistar.data.robots).",
+            )
+        )
+    if done.config.model_type != contract.prompt_format:
+        notes.append(
+            Note(
+                "prompt format",
+                f"this {done.config.model_type} was trained with the prompt of {contract.prompt_format}; LeRobot "
+                f"writes {done.config.model_type}'s.",
+            )
+        )
+    return notes
+
+
+def _assumptions(done: Conversion) -> list[Note]:
+    source, notes = done.source, []
+    if not source.horizon_known:
+        notes.append(
+            Note(
+                "assumed",
+                f"no weight shows the action horizon; {done.config.action_horizon} is OpenPI's default: give "
+                "--action-horizon if it is another.",
+            )
+        )
+    if not source.stats:
+        notes.append(
+            Note(
+                "statistics", "there are none, so actions come out in no robot's units: put the run's assets beside it."
+            )
+        )
+    step = source.checkpoint.step
+    if step is not None and source.checkpoint.dialect == "lerobot" and says_lerobot(step) and source.contract is None:
+        policy = read_policy(step)
+        by = "quantiles" if policy.norm == "quantile" else "z-scores"
+        notes.append(
+            Note(
+                "to say from now on",
+                f"LeRobot's config.json says action horizon {policy.action_horizon}, prompts of {policy.max_token_len} "
+                f"tokens, normalisation by {by}, cameras {', '.join(policy.cameras) or 'none'} in this order; OpenPI's "
+                "checkpoints hold none of it: give it to `pistar train`.",
+            )
+        )
+        if policy.relative_actions:
+            notes.append(
+                Note("relative actions", "LeRobot made actions relative to the state: use a robot with a delta mask.")
+            )
+    return notes

@@ -1,0 +1,95 @@
+"""Adapters merged into the weights they adapt, layer by layer as they are read."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pistar.config import LORA_VARIANTS, GemmaConfig, LoraConfig, Pi0Config, gemma_variant
+from pistar.errors import UserError
+from pistar.models.inspect import is_expert_weight, is_lora
+from pistar.models.lora import adapter_names, merge_adapter
+from pistar.training.leaves import Leaf
+
+
+class MergedLeaf(Leaf):
+    """A weight with its adapter in it, in float32: in bfloat16 much of what an adapter learnt would be rounded away."""
+
+    def __init__(self, weight: Leaf, a: Leaf, b: Leaf, alpha: float) -> None:
+        self.name, self._weight, self._a, self._b, self._alpha = weight.name, weight, a, b, alpha
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._weight.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    @property
+    def rows_of_a_block(self) -> int:
+        return self._weight.rows_of_a_block
+
+    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        return self._merge(self._weight.read(index[:1]), index[:1])[:, *index[1:]]
+
+    def blocks(self, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        for row, block in self._weight.blocks(whole=whole):
+            yield row, self._merge(block, (slice(row, row + len(block)),))
+
+    def _merge(self, w: np.ndarray, layers: tuple[slice, ...]) -> np.ndarray:
+        a, b = self._a.read(layers), self._b.read(layers)
+        merged = np.empty(w.shape, np.float32)
+        for layer in range(len(w)):
+            merged[layer] = merge_adapter(self.name, w[layer], a[layer], b[layer], alpha=self._alpha)
+        return merged
+
+
+def has_adapters(config: Pi0Config) -> bool:
+    """Whether either expert has them."""
+    return config.vlm.lora is not None or config.expert.lora is not None
+
+
+def with_known_alphas(weights: Pi0Config, trained: Pi0Config | None, alphas: Mapping[str, float | None]) -> Pi0Config:
+    """The model with its adapters' α, which no weight shows: as the user says, else as the contract does, else as
+    OpenPI's variant of that size has it. Refused where none of them knows."""
+
+    def expert(name: str) -> GemmaConfig:
+        found: GemmaConfig = getattr(weights, name)
+        if found.lora is None:
+            return found
+        said, contract = alphas.get(name), None if trained is None else getattr(trained, name).lora
+        usual = LORA_VARIANTS.get(gemma_variant(found) or "")
+        if said is not None:
+            lora = LoraConfig(found.lora.rank, said)
+        elif contract is not None:
+            lora = contract
+        elif usual is not None and usual.rank == found.lora.rank:
+            lora = usual
+        else:
+            raise UserError(
+                f"the adapters of {name} have rank {found.lora.rank} and an alpha that no weight shows, nor are they "
+                f"one of OpenPI's variants; say what they were trained with: --{name}-alpha ALPHA."
+            )
+        return dataclasses.replace(found, lora=lora)
+
+    return dataclasses.replace(weights, vlm=expert("vlm"), expert=expert("expert"))
+
+
+def merge_adapters(leaves: Sequence[Leaf], config: Pi0Config) -> tuple[list[Leaf], Pi0Config]:
+    """The same model without adapters, and its config."""
+    by_name = {leaf.name: leaf for leaf in leaves}
+    merged: list[Leaf] = []
+    for leaf in leaves:
+        if is_lora(leaf.name):
+            continue
+        a, b = (by_name.get(name) for name in adapter_names(leaf.name))
+        if a is None or b is None:
+            merged.append(leaf)
+            continue
+        lora = (config.expert if is_expert_weight(leaf.name) else config.vlm).lora
+        assert lora is not None
+        merged.append(MergedLeaf(leaf, a, b, lora.alpha))
+    bare = {name: dataclasses.replace(getattr(config, name), lora=None) for name in ("vlm", "expert")}
+    return merged, dataclasses.replace(config, **bare)

@@ -1,0 +1,120 @@
+"""A PyTorch π₀'s weights, OpenPI's or LeRobot's, read as if they lay in an OpenPI JAX checkpoint."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pistar.config import Pi0Config
+from pistar.data.lerobot_policy import read_policy, says_lerobot
+from pistar.data.safetensors_file import SafetensorsFile
+from pistar.errors import UserError
+from pistar.models.pi0 import param_shapes
+from pistar.models.pytorch_names import (
+    EMBED_TOKENS,
+    LEROBOT_PREFIX,
+    LM_HEAD,
+    TorchTensor,
+    check_torch_names,
+    infer_torch_config,
+    torch_tensors,
+)
+from pistar.training.leaves import Leaf
+
+Dialect = Literal["openpi", "openpi-pytorch", "lerobot"]
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchWeights:
+    """An open model.safetensors."""
+
+    file: SafetensorsFile
+    dialect: Dialect
+    prefix: str
+    """LeRobot's before every name; a folder of LeRobot's whose weights OpenPI wrote has none."""
+    config: Pi0Config
+
+    @functools.cached_property
+    def tensors(self) -> tuple[TorchTensor, ...]:
+        """Those that make up the model, with the one table of embeddings that is used."""
+        # LeRobot 0.6 keeps two, and reads this one.
+        chosen = EMBED_TOKENS if self.prefix + EMBED_TOKENS in self.file.tensors else LM_HEAD
+        return tuple(t for t in torch_tensors(self.config, "both") if t.name not in {LM_HEAD, EMBED_TOKENS} - {chosen})
+
+    @property
+    def left_behind(self) -> list[str]:
+        """Tensors in the file that no π₀ runs."""
+        used = {self.prefix + tensor.name for tensor in self.tensors}
+        return [name for name in self.file.tensors if name not in used]
+
+    def leaves(self) -> list[Leaf]:
+        """Every parameter under OpenPI's JAX name, not read."""
+        by_param: dict[str, list[TorchTensor]] = {}
+        for tensor in self.tensors:
+            by_param.setdefault(tensor.param, []).append(tensor)
+        shapes = param_shapes(self.config)
+        return [TorchLeaf(name, shapes[name].shape, by_param[name], self) for name in sorted(shapes)]
+
+
+class TorchLeaf(Leaf):
+    """A parameter whose layers are tensors of a file."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], tensors: list[TorchTensor], weights: TorchWeights) -> None:
+        self.name, self._shape, self._tensors = name, shape, tensors
+        self._file, self._prefix = weights.file, weights.prefix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        stored = {self._file.tensors[self._prefix + tensor.name].dtype for tensor in self._tensors}
+        return stored.pop() if len(stored) == 1 else np.dtype(np.float32)
+
+    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        rows = range(self._shape[0])[index[0]] if index else range(self._shape[0])
+        first = self._tensors[0]
+        if first.is_as_ours and rows.step == 1:
+            return self._file.read(self._prefix + first.name, (rows.start, rows.stop))[:, *index[1:]]
+        if not first.index:
+            return first.to_ours(self._file.read(self._prefix + first.name))[index]
+        array = np.empty((len(rows), *self._shape[1:]), self.dtype)
+        for tensor in self._tensors:
+            if tensor.index[0] in rows:
+                place = (rows.index(tensor.index[0]), *tensor.index[1:])
+                array[place] = tensor.to_ours(self._file.read(self._prefix + tensor.name))
+        return array[:, *index[1:]]
+
+
+def open_torch_weights(path: Path, known: Pi0Config | None = None, vision_heads: int | None = None) -> TorchWeights:
+    """A model.safetensors, all of it accounted for. `known` is what a contract says; the weights decide."""
+    file = SafetensorsFile(path)
+    folder = path.parent
+    prefixed = sum(name.startswith(LEROBOT_PREFIX) for name in file.tensors)
+    if prefixed not in (0, len(file.tensors)):
+        raise UserError(
+            f"{path}: {prefixed} of {len(file.tensors)} names begin with {LEROBOT_PREFIX!r}, as LeRobot's do, and the "
+            "others do not; the file is a mixture of two, write it again."
+        )
+    lerobot = prefixed > 0 or says_lerobot(folder)
+    prefix = LEROBOT_PREFIX if prefixed else ""
+    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in file.tensors.items()}
+    try:
+        heads = vision_heads or (known.vision.num_heads if known else None)
+        config = infer_torch_config(shapes, heads)
+        check_torch_names(shapes, config, both_tied=lerobot)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if lerobot and says_lerobot(folder):
+        policy = read_policy(folder)
+        if policy.kind != config.model_type:
+            raise UserError(
+                f"{folder / 'config.json'} says {policy.kind} and the weights are a {config.model_type}'s; "
+                "they are not from one policy, copy both again."
+            )
+        config = dataclasses.replace(config, action_horizon=policy.action_horizon, max_token_len=policy.max_token_len)
+    return TorchWeights(file, "lerobot" if lerobot else "openpi-pytorch", prefix, config)

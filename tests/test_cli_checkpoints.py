@@ -1,0 +1,91 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pistar import cli
+from pistar.training import conversion
+from pistar.training.checkpoints import read_params
+
+
+def fails(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    assert end.value.code == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def words(text: str) -> str:
+    """What a table says, without its lines."""
+    return " ".join(text.translate({ord(c): " " for c in "│┃┌┐└┘├┤─┬┴┼"}).split())
+
+
+def test_export_proves_what_it_wrote_and_tells_what_differs(
+    openpi_goldens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(openpi_goldens / "openpi_ckpt_pi0_tiny.tar.gz")
+    cli.main(["export", source, "--format", "lerobot", "--out", str(tmp_path / "out")])
+    out, err = capsys.readouterr()
+    told = words(out)
+    assert "π₀, openpi → lerobot" in told
+    assert "50 parameters: mapped back, every checksum is the source's" in told
+    assert "statistics of trossen, number for number" in told
+    assert "our own model puts out the same numbers, bit for bit" in told
+    assert 'look for "All keys loaded successfully!"' in told
+    assert f"Wrote {tmp_path / 'out'}" in out
+    assert err == ""
+    assert {"config.json", "model.safetensors", "policy_preprocessor.json"} <= {
+        p.name for p in (tmp_path / "out").iterdir()
+    }
+
+
+def test_export_rounds_where_it_is_told_to(
+    openpi_goldens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(openpi_goldens / "openpi_ckpt_pi05_tiny.tar.gz")
+    args = ["--format", "openpi-pytorch", "--dtype", "bfloat16", "--out", str(tmp_path / "out"), "--skip-outputs"]
+    cli.main(["export", source, *args])
+    told = words(capsys.readouterr().out)
+    assert "51 parameters to bfloat16, to the nearest" in told
+    assert "our own model was not run on both: not asked for" in told
+    assert json.loads((tmp_path / "out/config.json").read_text())["precision"] == "bfloat16"
+
+
+def test_import_makes_an_openpi_checkpoint(
+    pytorch_goldens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = str(pytorch_goldens / "lerobot_pi0_tiny"), tmp_path / "out"
+    cli.main(["import", source, "--out", str(out), "--asset-id", "towel", "--skip-outputs"])
+    told = words(capsys.readouterr().out)
+    assert "π₀, lerobot → openpi" in told
+    assert "statistics of towel" in told
+    assert "action horizon 10, prompts of 48 tokens" in told
+    assert len(read_params(out)) == 50
+    cli.main(["verify", str(out)])
+    assert "Whole and sound." in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(
+    openpi_goldens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = str(openpi_goldens / "openpi_ckpt_pi0_tiny.tar.gz"), tmp_path / "out"
+    err = fails(["export", source, "--format", "torch", "--out", str(out)], capsys)
+    assert err == "error: there is no format 'torch'; try openpi-pytorch.\n"
+    err = fails(["import", str(tmp_path / "nowhere"), "--out", str(out)], capsys)
+    assert "does not exist; name a checkpoint folder" in err
+    err = fails(["export", source, "--format", "lerobot", "--merge-lora", "--out", str(out)], capsys)
+    assert f"{source}/" in err  # the archive, and not where it was unpacked to
+    assert "has no adapters to merge" in err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    err = fails(["export", source, "--format", "lerobot", "--out", str(tmp_path / "full")], capsys)
+    assert "is there already and not empty" in err
+    monkeypatch.setattr(conversion, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0))
+    err = fails(["export", source, "--format", "openpi", "--out", str(out)], capsys)
+    assert "GB are free there; make room" in err
+    assert not out.exists()

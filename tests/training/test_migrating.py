@@ -1,0 +1,248 @@
+"""Settings as people have them: flags and YAML of ac_training, YAML of PI0-RIPT."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pistar import cli_runs
+from pistar.config import AcrlpdConfig, RiptConfig
+from pistar.errors import UserError
+from pistar.presets import PRESETS, get_config, list_configs
+from pistar.tables import to_table
+from pistar.training.config import RLTrainConfig, load_config
+from pistar.training.migrating import ACRLPD, ACRLPD_FLAGS, RIPT, as_ours, flags_as_ours
+from pistar.training.optimizers import CosineSchedule
+
+RIPT_YAML = """
+exp_name: goal
+policy_path: checkpoints/pi0_libero_pytorch
+output_dir: output
+task:
+  benchmark_name: libero_goal
+  num_parallel_envs: 4
+  max_episode_length: 200
+algo:
+  demo_batch_size: 6
+  rloo_batch_size: 4
+  num_epochs: 2
+  data_batch_size: 8
+  gradient_accumulation_steps: 2
+  lr: 1e-5
+  grad_norm_clip: 0.5
+  enable_dynamic_sampling: true
+  enable_rollout_stats_tracking: true
+  rollout_skip_threshold: 2
+  rollout_stats_path: output/stats.json
+  use_val_init: false
+training:
+  num_train_steps: 12
+  seed: 42
+  save_freq: 5
+  save_best: true
+  use_mixed_precision: true
+  optimizer: {type: AdamW, weight_decay: 0.01, beta1: 0.8, beta2: 0.999}
+policy:
+  cfg_enabled: false
+  train_expert_only: true
+  freeze_vision_encoder: true
+logging: {use_wandb: true, wandb_project: mine, log_freq: 3}
+distributed: {backend: nccl}
+"""
+
+
+def loaded(path: Path, text: str, preset: str = "ript_metaworld") -> tuple[RLTrainConfig, list[str]]:
+    path.write_text(text, encoding="utf-8")
+    notes: list[str] = []
+    return load_config(path, get_config(preset), say=notes.append), notes
+
+
+def test_a_file_of_pi0_ript_becomes_a_run_of_ours(tmp_path: Path) -> None:
+    config, notes = loaded(tmp_path / "theirs.yaml", RIPT_YAML)
+    assert (config.exp_name, config.checkpoint, config.runs) == (
+        "goal",
+        "checkpoints/pi0_libero_pytorch",
+        Path("output"),
+    )
+    online, optimizer = config.online, config.policy_optimizer
+    assert (online.environment, online.environments, online.limit) == ("libero/goal", 4, 200)
+    assert (online.contexts, online.rollouts, online.attempts, online.epochs) == (6, 4, 6, 2.0)
+    assert (online.starts.choice, online.starts.skips) == ("skip_solved", 2)
+    assert optimizer.schedule == CosineSchedule(warmup_steps=0, peak_lr=1e-5, decay_steps=1, decay_lr=1e-5)
+    assert (optimizer.weight_decay, optimizer.b1, optimizer.b2, optimizer.clip_norm) == (0.01, 0.8, 0.999, 0.5)
+    assert (config.steps, config.batch_size, config.gradient_accumulation, config.seed) == (12, 8, 2, 42)
+    assert (config.save_every, config.log_every, config.trackers) == (5, 3, ("wandb",))
+    assert config.model.freeze == ("vision", "vlm")
+    assert isinstance(config.algorithm, RiptConfig)
+    assert config.algorithm.weighting == "positive"
+    assert f"{tmp_path}/theirs.yaml: algo.rloo_batch_size is online.rollouts here." in notes
+    left_out = [note for note in notes if "is left out" in note]
+    assert any("distributed is left out: devices are found by themselves" in note for note in left_out)
+    assert any("training.use_mixed_precision is left out" in note for note in left_out)
+    assert not any(": exp_name is" in note for note in notes)  # it is called the same
+
+
+def test_the_sections_of_its_plan_are_understood_too() -> None:
+    """model, environment, training, optimizer, loss, logging and debug."""
+    ours, notes = as_ours(
+        {
+            "model": {"path": "pi0", "action_horizon": 50},
+            "environment": {"name": "libero_spatial", "num_envs": 8, "max_steps": 220},
+            "training": {"num_train_steps": 3},
+            "optimizer": {"learning_rate": "2e-5", "type": "Adam"},
+            "loss": {"advantage_clip": 3.0, "normalize_advantage": True, "kl_coef": 0.05},
+            "logging": {"use_wandb": False},
+            "debug": {"verbose": True},
+        }
+    )
+    assert ours == {
+        "checkpoint": "pi0",
+        "model": {"action_horizon": 50},
+        "online": {"environment": "libero/spatial", "environments": 8, "limit": 220},
+        "steps": 3,
+        "policy_optimizer": {
+            "schedule": {
+                "type": "CosineSchedule",
+                "warmup_steps": 0,
+                "peak_lr": 2e-5,
+                "decay_steps": 1,
+                "decay_lr": 2e-5,
+            }
+        },
+        "algorithm": {"advantage_clip": 3.0, "standardise": True, "anchor": 0.05},
+        "trackers": [],
+    }
+    assert any(note.startswith("debug is left out: `pistar train --debug`") for note in notes)
+
+
+def test_one_task_of_a_suite_is_named_by_its_number() -> None:
+    ours, _ = as_ours({"task": {"benchmark_name": "libero_goal", "task_name": 3}})
+    assert ours == {"online": {"environment": "libero/goal/3"}}
+    ours, _ = as_ours({"task": {"benchmark_name": "libero_goal", "task_name": None}})
+    assert ours == {"online": {"environment": "libero/goal"}}
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"algo": {"rlo_batch_size": 4}}, r"algo\.rlo_batch_size is no setting .* did you mean rloo_batch_size\?"),
+        ({"algo": {}, "trainig": {}}, r"trainig is no setting .* did you mean training\?"),
+        ({"algo": {"xyzzy": 1}}, r"algo\.xyzzy is no setting .* see docs/migrating.md"),
+        ({"algo": {"use_val_init": True}}, r"algo\.use_val_init: True is not something pistar does; start states"),
+        ({"optimizer": {"type": "SGD"}}, r"optimizer\.type: 'SGD' is not something .* AdamW"),
+        ({"algo": {"lr": "fast"}}, r"algo\.lr is 'fast', which is no value for it"),
+        ({"acrlpd": {"num_critic": 4}}, r"acrlpd\.num_critic is no setting .* did you mean num_critics\?"),
+    ],
+)
+def test_a_name_nobody_knows_is_refused_with_the_nearest(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        as_ours(table)
+
+
+def test_the_file_is_named_with_what_is_wrong_in_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"theirs\.yaml: algo\.lrr is no setting"):
+        loaded(tmp_path / "theirs.yaml", "algo: {lrr: 1e-5}")
+
+
+def test_a_table_of_ac_training_becomes_a_run_of_ours(tmp_path: Path) -> None:
+    text = """
+num_train_steps: 20000
+log_interval: 20
+acrlpd:
+  discount: 0.99
+  target_update_rate: 0.01
+  critic_lr: 3e-5
+  critic_hidden_dims: [512, 512]
+  num_critics: 6
+  q_aggregation: min
+  actor_lr: 1e-5
+  actor_update_freq: 4
+  num_action_samples: 8
+  bc_loss_weight: 10
+  pi0_ema_decay: 0.999
+  positive_episode_ratio: 0.4
+qchunking: {horizon_length: 20, action_dim: 14, reward_scale: 1.0}
+"""
+    config, notes = loaded(tmp_path / "theirs.yaml", text, "rl_fold_box")
+    algorithm = config.algorithm
+    assert isinstance(algorithm, AcrlpdConfig)
+    assert (algorithm.gamma, algorithm.tau, algorithm.horizon, algorithm.action_dims) == (0.99, 0.01, 20, 14)
+    assert (algorithm.critic.ensemble, algorithm.critic.hidden, algorithm.critic.aggregation) == (6, (512, 512), "min")
+    assert (algorithm.actor_delay, algorithm.candidates, algorithm.bc_scale, algorithm.ema_decay) == (4, 8, 10, 0.999)
+    assert (config.steps, config.log_every) == (20_000, 20)
+    assert isinstance(config.policy_optimizer.schedule, CosineSchedule)
+    assert isinstance(config.critic_optimizer.schedule, CosineSchedule)
+    assert (config.policy_optimizer.schedule.peak_lr, config.critic_optimizer.schedule.peak_lr) == (1e-5, 3e-5)
+    assert any("acrlpd.positive_episode_ratio is left out" in note for note in notes)
+
+
+@pytest.mark.parametrize("preset", ["rl_fold_box", "ript_metaworld", "bc_droid"])
+def test_our_own_files_are_left_alone(tmp_path: Path, preset: str) -> None:
+    table = to_table(get_config(preset))
+    assert as_ours(table) == (table, [])
+    config, notes = loaded(tmp_path / "ours.yaml", yaml.safe_dump(table), preset)
+    assert config == get_config(preset)
+    assert notes == []
+
+
+def test_flags_of_ac_training_are_taken() -> None:
+    theirs = "--config rl_fold_box --exp_name box --max_steps 5000 --pi0_lr 2e-5 --critic_lr=1e-3 --no_wandb --resume"
+    ours, notes = flags_as_ours(theirs.split(), list_configs())
+    assert ours == [
+        *("rl_fold_box", "--exp_name", "box", "--steps", "5000"),
+        *("--policy-optimizer.schedule.peak-lr", "2e-05", "--policy-optimizer.schedule.decay-lr", "2e-06"),
+        *("--critic-optimizer.schedule.peak-lr", "0.001", "--critic-optimizer.schedule.decay-lr", "0.0001"),
+        "--resume",
+    ]
+    assert "--max_steps is --steps here." in notes
+    assert "--config rl_fold_box is `pistar train rl_fold_box` here; --config is for YAML files." in notes
+
+
+def test_their_command_line_makes_the_run_they_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = """--config rl_fold_box --exp_name box --max_steps 5000 --batch_size 64 --pi0_lr 2e-5 --critic_lr 1e-3
+        --log_interval 50 --save_interval 500 --eval_interval 250 --seed 42 --checkpoint_dir here --no_wandb
+        --lerobot_repo_id me/fold_box --debug-transforms --fsdp_fix direct --env_name none --dry_run"""
+    parser = cli_runs._run_parser("train", "")
+    parser.add_argument("--dry-run", action="store_true")
+    options, config = cli_runs._read_run(parser, flags.split())
+    assert options.dry_run
+    assert (config.name, config.exp_name, config.steps, config.batch_size) == ("rl_fold_box", "box", 5000, 64)
+    assert (config.log_every, config.save_every, config.audit_every, config.seed) == (50, 500, 250, 42)
+    assert (config.runs, config.data.datasets) == (Path("here"), ("me/fold_box",))
+    assert isinstance(config.policy_optimizer.schedule, CosineSchedule)
+    assert config.policy_optimizer.schedule.decay_lr == pytest.approx(2e-6)
+    told = capsys.readouterr().err
+    assert "note: --pi0_lr is --policy-optimizer.schedule.peak-lr here, and .decay-lr a tenth of it." in told
+    assert "note: --env_name is left out: `pistar eval --env` judges a checkpoint." in told
+
+
+def test_our_own_arguments_pass_as_they_are() -> None:
+    ours = ["rl_fold_box", "--config", "mine.yaml", "--steps", "5", "--data.datasets", "a", "b", "--algorithm.tau=0.1"]
+    assert flags_as_ours(ours, list_configs()) == (ours, [])
+
+
+def test_a_rate_that_is_no_number_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--pi0_lr is 'fast'; a learning rate is a number"):
+        flags_as_ours(["--pi0_lr", "fast"], list_configs())
+
+
+def names_of(config: object, prefix: str = "") -> set[str]:
+    """Dotted names of all fields, those of tables included."""
+    found = set()
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        found.add(prefix + field.name)
+        if dataclasses.is_dataclass(value):
+            found |= names_of(value, f"{prefix}{field.name}.")
+    return found
+
+
+def test_every_name_on_our_side_exists() -> None:
+    """Or a field is renamed one day, and those who come from elsewhere are sent to nowhere."""
+    ript, acrlpd = names_of(PRESETS["ript_metaworld"]), names_of(PRESETS["rl_fold_box"])
+    assert {rule.ours for rule in RIPT.values() if rule.ours} <= ript
+    assert {rule.ours for rule in ACRLPD.values() if rule.ours} <= acrlpd
+    flags = {flag.removeprefix("--").replace("-", "_") for flag in ACRLPD_FLAGS.values() if flag}
+    assert flags - {"dry_run"} <= acrlpd
