@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pistar.config import RiptConfig
 from pistar.errors import UserError
 
 Table = Mapping[str, Any]
@@ -117,15 +116,26 @@ RIPT: dict[str, Rule] = {
     "type": Rule(
         None, _only("Adam", "AdamW", "adam", "adamw", remedy="the optimiser is AdamW: leave it out"), "always AdamW"
     ),
+    # What it samples: start states, and how it explores.
+    "group_size": Rule("online.rollouts"),
+    "strategy": Rule(
+        "online.starts.choice", lambda name: {"random": "uniform", "success_rate": "curriculum"}.get(name, name)
+    ),
+    "success_rate_target": Rule("online.starts.target", lambda rate: [float(rate), float(rate)]),
+    "exploration_share": Rule("online.starts.at_random", float),
+    **{
+        name: Rule(f"online.exploration.{name}", float)
+        for way in ("held_noise", "warm_noise", "action_noise", "misled")
+        for name in (way, f"{way}_scale")
+    },
+    **{name: Rule(f"online.{name}") for name in ("contexts", "attempts", "execute", "replay", "windows", "limit")},
+    **{name: Rule(f"online.{name}") for name in ("updates", "epochs", "max_drift", "overlap", "auto_tune", "patience")},
+    **{name: Rule(f"online.{name}") for name in ("evaluate_every", "evaluate_episodes", "environments", "workers")},
     # The loss.
+    **{name: Rule(f"algorithm.{name}") for name in ("weighting", "anchor", "guidance", "label_dropout")},
     "cfg_enabled": Rule("algorithm.weighting", lambda on: "cfg" if on else "positive"),
     "cfg_uncond_weight": _no("here a share of the chunks is told nothing, instead of a second loss on all"),
-    **dict.fromkeys(
-        ("collection_cfg_scale", "cfg_scale"),
-        Rule("algorithm.guidance")
-        if "guidance" in RiptConfig.__dataclass_fields__
-        else _no("the policy practises without guidance"),
-    ),
+    **dict.fromkeys(("collection_cfg_scale", "cfg_scale"), Rule("algorithm.guidance")),
     "advantage_clip": Rule("algorithm.advantage_clip"),
     "normalize_advantage": Rule("algorithm.standardise"),
     **dict.fromkeys(
@@ -135,6 +145,16 @@ RIPT: dict[str, Rule] = {
     **dict.fromkeys(("save_freq", "save_interval"), Rule("save_every")),
     **dict.fromkeys(("log_freq", "log_interval"), Rule("log_every")),
     "save_best": _no("checkpoints are kept by number: keep_last, keep_every"),
+    "trackers": Rule("trackers"),
+    "save_every": Rule("save_every"),
+    "steps": Rule("steps"),
+    "dtype": Rule("model.dtype"),
+    "engine": Rule("online.engine"),
+    "fsdp_devices": Rule("fsdp_devices"),
+    **dict.fromkeys(
+        ("distributed.enabled", "backend", "world_size"),
+        _no("devices are found by themselves, hosts are given by --coordinator"),
+    ),
     "use_wandb": Rule("trackers", lambda on: ["wandb"] if on else []),
     "early_stop_percentage": _no("an iteration has as many start states as it asks for"),
     "save_video": _no("`pistar eval --video N` films a checkpoint"),
@@ -157,11 +177,13 @@ RIPT: dict[str, Rule] = {
     **dict.fromkeys(("data_prefix", "libero_data_prefix", "use_libero_demos", "load_obs", "rollout_steps"), _FRAMES),
     "unified_pool_shuffle": _no("batches are always drawn from all chunks"),
 }
-RIPT_SECTIONS = ("model", "policy", "environment", "task", "algo", "training", "optimizer", "loss", "logging")
+RIPT_SECTIONS = (
+    *("model", "policy", "environment", "task", "algo", "training", "optimizer", "loss"),
+    *("sampling", "logging", "distributed"),
+)
 """Their tables whose names are in `RIPT`."""
 RIPT_LEFT_OUT: dict[str, str] = {
     "debug": "`pistar train --debug` stops at the first NaN, --dry-run checks everything and trains nothing",
-    "distributed": "devices are found by themselves, hosts are given by --coordinator",
     "features": _SIMULATORS.why,
     "dataset": _FRAMES.why,
     "data_processing": _WINDOWS.why,

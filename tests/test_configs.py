@@ -1,0 +1,30 @@
+"""The YAML files that come with the project: each is a run of the preset it is named after."""
+
+from pathlib import Path
+
+import pytest
+
+from pistar.config import RiptConfig
+from pistar.presets import get_config
+from pistar.tables import to_table
+from pistar.training.config import load_config
+
+FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_is_a_run_of_its_preset(path: Path) -> None:
+    preset = get_config(path.stem)
+    config = load_config(path, preset)
+    assert isinstance(config.algorithm, RiptConfig)
+    assert config.online.environment == preset.online.environment
+    assert config.model == preset.model
+
+
+def test_what_a_file_says_is_what_is_run() -> None:
+    preset = get_config("ript_libero_goal")
+    config = load_config(next(path for path in FILES if path.stem == "ript_libero_goal"), preset)
+    assert (config.online.contexts, config.online.rollouts, config.online.attempts) == (24, 8, 6)
+    assert (config.online.patience, config.trackers) == (5, ("tensorboard",))
+    assert config.policy_optimizer.schedule.peak_lr == 1e-5
+    assert to_table(config.online.exploration) == to_table(preset.online.exploration)
