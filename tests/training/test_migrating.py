@@ -79,7 +79,7 @@ def test_a_file_of_pi0_ript_becomes_a_run_of_ours(tmp_path: Path) -> None:
     assert config.algorithm.weighting == "positive"
     assert f"{tmp_path}/theirs.yaml: algo.rloo_batch_size is online.rollouts here." in notes
     left_out = [note for note in notes if "is left out" in note]
-    assert any("distributed.enabled is left out: devices are found by themselves" in note for note in left_out)
+    assert any("distributed.backend is left out: devices are found by themselves" in note for note in left_out)
     assert any("training.use_mixed_precision is left out" in note for note in left_out)
     assert not any(": exp_name is" in note for note in notes)  # it is called the same
 
