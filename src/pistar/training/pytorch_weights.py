@@ -44,12 +44,6 @@ class TorchWeights:
         chosen = EMBED_TOKENS if self.prefix + EMBED_TOKENS in self.file.tensors else LM_HEAD
         return tuple(t for t in torch_tensors(self.config, "both") if t.name not in {LM_HEAD, EMBED_TOKENS} - {chosen})
 
-    @property
-    def left_behind(self) -> list[str]:
-        """Tensors in the file that no π₀ runs."""
-        used = {self.prefix + tensor.name for tensor in self.tensors}
-        return [name for name in self.file.tensors if name not in used]
-
     def leaves(self) -> list[Leaf]:
         """Every parameter under OpenPI's JAX name, not read."""
         by_param: dict[str, list[TorchTensor]] = {}
