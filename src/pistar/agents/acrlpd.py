@@ -273,12 +273,13 @@ class Acrlpd:
             unknown = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(learn)[1])
             return thawed, unknown
 
-        if self.config.critic_warmup == 0 and self.config.actor_delay == 1:
+        if self.config.critic_warmup == 0 and self.config.actor_delay == 1 and rate is None:
             state, more = learn()
-            sound &= jnp.isfinite(more["policy_gradient_norm"])
         else:
             waited = state.step - self.config.critic_warmup
             turn = (waited >= 0) & (waited % self.config.actor_delay == 0)
+            if rate is not None:  # rows the critic cannot learn from it cannot judge either
+                turn &= sound
             state, more = jax.lax.cond(turn, learn, leave)
             metrics["policy_updated"] = turn.astype(jnp.float32)
             sound &= jnp.isfinite(more["policy_gradient_norm"]) | ~turn
