@@ -144,6 +144,7 @@ def test_start_states_of_several_tasks_are_chosen_together() -> None:
         (lambda: ExplorationConfig(action_noise_scale=-1.0), "action_noise_scale is -1.0"),
         (lambda: StartsConfig(pool=0), "pool is 0"),
         (lambda: StartsConfig(target=(0.7, 1.5)), "target is 1.5"),
+        (lambda: OnlineConfig(rollouts=0), "rollouts is 0; use a whole number"),
         (lambda: OnlineConfig(contexts=0), "contexts is 0"),
         (lambda: OnlineConfig(updates=0), "updates is 0"),
         (lambda: OnlineConfig(demonstrations=1.0), "demonstrations is 1.0"),

@@ -246,3 +246,24 @@ def test_every_name_on_our_side_exists() -> None:
     assert {rule.ours for rule in ACRLPD.values() if rule.ours} <= acrlpd
     flags = {flag.removeprefix("--").replace("-", "_") for flag in ACRLPD_FLAGS.values() if flag}
     assert flags - {"dry_run"} <= acrlpd
+
+
+def test_a_tasks_number_goes_behind_its_suite_whatever_their_order() -> None:
+    for task in ({"benchmark_name": "libero_goal", "task_name": 3}, {"task_name": 3, "benchmark_name": "libero_goal"}):
+        assert as_ours({"task": task})[0] == {"online": {"environment": "libero/goal/3"}}
+
+
+def test_steps_at_the_top_of_a_file_of_pi0_ript_do_not_make_it_another_programs() -> None:
+    table, _ = as_ours({"policy_path": "p", "num_train_steps": 20, "task": None})
+    assert table == {"checkpoint": "p", "steps": 20}
+
+
+def test_two_names_for_one_setting_must_agree() -> None:
+    with pytest.raises(UserError, match=r"qchunking.horizon_length says algorithm.horizon is 10, .* that it is 5"):
+        as_ours({"qchunking": {"chunk_length": 5, "horizon_length": 10}})
+    assert as_ours({"qchunking": {"chunk_length": 5, "horizon_length": 5}})[0] == {"algorithm": {"horizon": 5}}
+
+
+def test_a_flag_without_a_value_does_not_take_the_next_flag_for_it() -> None:
+    ours, _ = flags_as_ours(["--config", "rl_fold_box", "--fsdp_fix", "--dry_run", "--max_steps", "5"], ["rl_fold_box"])
+    assert ours == ["rl_fold_box", "--dry-run", "--steps", "5"]

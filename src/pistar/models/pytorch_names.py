@@ -184,7 +184,10 @@ def infer_torch_config(shapes: Shapes, vision_heads: int | None = None) -> Pi0Co
     tokens, _ = _shape(shapes, _VISION + "embeddings.position_embedding.weight", 2)
     mlp_dim, _ = _shape(shapes, _VISION + "encoder.layers.0.mlp.fc1.weight", 2)
     depth = _layers(shapes, _VISION + "encoder.layers.")
-    heads = vision_heads or _VISION_HEADS.get((width, depth, mlp_dim))
+    known = _VISION_HEADS.get((width, depth, mlp_dim))
+    heads = vision_heads or known
+    if known is not None and heads != known:
+        raise UserError(f"--vision-heads is {heads}, but a vision tower of these sizes has {known}; leave it out.")
     if heads is None:
         raise UserError(
             f"the vision tower is {width} wide and {depth} deep, and how many heads it has no weight shows; "

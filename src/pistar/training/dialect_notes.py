@@ -147,8 +147,8 @@ def _assumptions(done: Conversion) -> list[Note]:
         notes.append(
             Note(
                 "assumed",
-                f"no weight shows the action horizon; {done.config.action_horizon} is OpenPI's default: give "
-                "--action-horizon if it is another.",
+                f"no weight shows the action horizon; {done.config.action_horizon} is OpenPI's default. If it is "
+                "another, say so where the checkpoint is used: --action-horizon of `pistar export` and `pistar eval`.",
             )
         )
     if not source.stats:

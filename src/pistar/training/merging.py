@@ -61,6 +61,11 @@ def with_known_alphas(weights: Pi0Config, trained: Pi0Config | None, alphas: Map
             return found
         said, contract = alphas.get(name), None if trained is None else getattr(trained, name).lora
         usual = LORA_VARIANTS.get(gemma_variant(found) or "")
+        if said is not None and contract is not None and said != contract.alpha:
+            raise UserError(
+                f"--{name}-alpha is {said:g}, but the contract says {name} was trained with {contract.alpha:g}; leave "
+                "it out, or mend the contract if it is wrong."
+            )
         if said is not None:
             lora = LoraConfig(found.lora.rank, said)
         elif contract is not None:

@@ -290,10 +290,11 @@ _WITHOUT_VALUE = ("--no_wandb", "--debug-transforms", "--debug_transforms", "--d
 def as_ours(table: Table) -> tuple[dict[str, Any], list[str]]:
     """A YAML table as our own, and a note on every name that changed or fell away. Ours come back as they are."""
     names = set(table)
-    if names & {*ACRLPD_SECTIONS, "num_train_steps"}:
-        return _translate(table, ACRLPD, ACRLPD_SECTIONS, {"data": "see --data.datasets", "model": "the preset's"})
     theirs = {*RIPT_SECTIONS, *RIPT_LEFT_OUT} - {"model"}
-    if names & {*theirs, "policy_path"}:
+    of_ript = bool(names & {*theirs, "policy_path"})
+    if names & {*ACRLPD_SECTIONS} or ("num_train_steps" in names and not of_ript):
+        return _translate(table, ACRLPD, ACRLPD_SECTIONS, {"data": "see --data.datasets", "model": "the preset's"})
+    if of_ript:
         return _translate(table, RIPT, RIPT_SECTIONS, RIPT_LEFT_OUT)
     return dict(table), []
 
@@ -306,8 +307,8 @@ def _translate(
     for name, value in table.items():
         if name in left_out:
             notes.append(f"{name} is left out: {left_out[name]}.")
-        elif name in sections and isinstance(value, Mapping):
-            _translate_section(value, f"{name}.", rules, sections, ours, notes)
+        elif name in sections and (value is None or isinstance(value, Mapping)):
+            _translate_section(value or {}, f"{name}.", rules, sections, ours, notes)
         else:
             _apply(name, name, value, rules, ours, notes, more=(*sections, *left_out))
     return ours, notes
@@ -321,7 +322,8 @@ def _translate_section(
     ours: dict[str, Any],
     notes: list[str],
 ) -> None:
-    for name, value in table.items():
+    # A task's number after its suite, whatever their order in the file.
+    for name, value in sorted(table.items(), key=lambda item: item[0] == "task_name"):
         if name in sections and isinstance(value, Mapping):  # training.optimizer
             _translate_section(value, f"{prefix}{name}.", rules, sections, ours, notes)
         else:
@@ -353,9 +355,22 @@ def _apply(
         return
     if changed is None:
         return
+    before = _get(ours, rule.ours)
+    if before is not None and not isinstance(changed, dict | list) and before != changed:
+        raise UserError(
+            f"{full} says {rule.ours} is {changed}, and another name in the file that it is {before}; leave one out."
+        )
     _put(ours, rule.ours, changed)
     if rule.ours != full or rule.why:
         notes.append(f"{full} is {rule.ours} here{f' ({rule.why})' if rule.why else ''}.")
+
+
+def _get(table: Table, dotted: str) -> object:
+    """None where there is none yet."""
+    found: object = table
+    for name in dotted.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _put(table: dict[str, Any], dotted: str, value: object) -> None:
@@ -388,8 +403,8 @@ def flags_as_ours(args: Sequence[str], presets: Sequence[str]) -> tuple[list[str
             ours.append(flag + equals + value)
             continue
         new = ACRLPD_FLAGS[flag]
-        if not equals and flag not in _WITHOUT_VALUE:
-            value = given.pop(0) if given else ""
+        if not equals and flag not in _WITHOUT_VALUE and given and not given[0].startswith("--"):
+            value = given.pop(0)
         rule = ACRLPD.get(flag.removeprefix("--"))
         if new is None:
             why = (
@@ -407,6 +422,6 @@ def flags_as_ours(args: Sequence[str], presets: Sequence[str]) -> tuple[list[str
                 ours += [f"{new}.{name.replace('_', '-')}", f"{rate:g}"]
             notes.append(f"{flag} is {new}.peak-lr here, and .decay-lr a tenth of it.")
         else:
-            ours += [new] if flag in _WITHOUT_VALUE else [new, value]
+            ours += [new, value] if value else [new]
             notes.append(f"{flag} is {new} here.")
     return ours, notes
