@@ -55,4 +55,4 @@ lock: setup
 		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --output-file requirements.lock
 
 clean:
-	rm -rf .venv .cache demo
+	rm -rf .venv .cache demo quick_demo ript_demo quick_ript_demo

@@ -51,7 +51,8 @@ def evaluate(
             gymnasium/ID, or your own as module:function.
         episodes: For each task; the first so many start states, 100 (or all there are) if left out.
         starts: Which start states: held out from learning, those to learn from, or all.
-        against: Another checkpoint, or what an evaluation wrote: compared start state by start state.
+        against: Another checkpoint, or what an evaluation wrote: compared start state by start state. A checkpoint is
+            judged as OpenPI would serve it, whatever --best-of.
         best_of: Chunks to choose from by the run's critic; 1 is what OpenPI serves.
         weights: What the checkpoint serves (the average, where there is one), or the optimiser's own.
         execute: Actions of a chunk before the policy looks again; as the benchmark's clients do if left out.
@@ -152,6 +153,9 @@ def collect(
     workers: int | None = None,
     robot: str | None = None,
     tokenizer: str | None = None,
+    asset_id: str | None = None,
+    action_horizon: int | None = None,
+    prompt_format: Literal["pi0", "pi05"] | None = None,
 ) -> None:
     """Collect episodes in a simulator as a LeRobot v3.0 dataset, with how each went.
 
@@ -173,6 +177,9 @@ def collect(
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
         robot: Whose data the policy was trained on, for checkpoints of OpenPI's.
         tokenizer: PaliGemma's SentencePiece file, or "tiny"; found in OpenPI's cache if left out.
+        asset_id: Which norm stats to use, where the checkpoint has several.
+        action_horizon: Actions in a chunk, for checkpoints of OpenPI's.
+        prompt_format: pi05 writes the state into the prompt; the model's own if left out.
     """
     from pistar.data.robots import find_robot
     from pistar.envs.env import EnvOptions, find_tasks
@@ -199,7 +206,14 @@ def collect(
     setting = Setting(env, episodes, starts, None, environments, workers, options, seed)
     if policy is not None:
         use_compilation_cache()
-        loaded = load_policy(policy, robot=robot, tokenizer=tokenizer)
+        loaded = load_policy(
+            policy,
+            robot=robot,
+            tokenizer=tokenizer,
+            asset_id=asset_id,
+            action_horizon=action_horizon,
+            prompt_format=prompt_format,
+        )
 
         def noisy(count: int) -> "Act":
             act = Actor(loaded, batch_size(count), seed)

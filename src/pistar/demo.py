@@ -279,6 +279,8 @@ def _ript_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RL
         updates=budget.updates,
         evaluate_every=2,
         evaluate_episodes=budget.tasks,
+        # What it is judged by in the end must not steer it.
+        health=dataclasses.replace(ript.online.health, max_success_drop=None),
     )
     demonstrations = dataclasses.replace(ript.data, datasets=(str(data),), held_out=0.0)
     return {

@@ -1,5 +1,6 @@
 """Meta-World itself, not a copy of it."""
 
+import importlib.util
 import pickle
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
+from pistar.envs import rendering
 from pistar.envs.behaviours import mixed
 from pistar.envs.env import EnvOptions, find_tasks, make_env
 from pistar.envs.metaworld import INSTRUCTIONS, MetaWorld, QuickRotation, touching
@@ -184,6 +186,27 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "metaworld.env_dict", None)
     with pytest.raises(UserError, match=r"metaworld is not there .*; pip install 'pistar-rl\[metaworld\]'"):
         make_env("metaworld/reach-v3")
+
+
+def test_without_the_simulator_itself_the_extra_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the graphics libraries, which are of no use without it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *args: None if name == "mujoco" else find(name, *args))
+    with pytest.raises(UserError, match=r"metaworld is not there \(No module named 'mujoco'\); pip install"):
+        make_env("metaworld/reach-v3")
+
+
+def test_numbers_alone_need_no_graphics(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("MUJOCO_GL", "PYOPENGL_PLATFORM"):
+        monkeypatch.setenv(variable, "")  # so that what is chosen here is forgotten afterwards
+    monkeypatch.setattr(rendering, "_PROBE", "raise SystemExit('no display')")
+    rendering.headless.cache_clear()
+    env = make_env("metaworld/reach-v3")
+    env.begin(3)
+    env.act(np.zeros(4))
+    with pytest.raises(UserError, match="MuJoCo cannot render here"):
+        env.render()
+    rendering.headless.cache_clear()
 
 
 def test_the_mixed_expert_is_the_expert_in_a_quarter_of_its_segments(arm: MetaWorld) -> None:

@@ -34,6 +34,9 @@ class Toy(StartEnv):
         self._broken = False
 
     def _begin(self, start_id: int) -> None:
+        folder = os.environ.get("TOY_TROUBLE")
+        if folder and (Path(folder) / f"{start_id}.never").exists():
+            raise OSError("the scene's file is gone")
         self._at = np.random.default_rng(start_id).uniform(-1, 1, 2)
         self._number = start_id
         self._broken = False

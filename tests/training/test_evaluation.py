@@ -118,8 +118,8 @@ def test_so_many_actions_of_a_chunk_are_executed(asked: int | None, executed: in
     assert steps == set(range(0, 15, executed))
 
 
-@pytest.mark.parametrize(("kind", "counted"), [("always", False), ("deadly", None)])
-def test_what_the_policy_makes_its_simulator_do_counts_and_a_worker_that_dies_does_not(
+@pytest.mark.parametrize(("kind", "counted"), [("always", False), ("deadly", None), ("never", None)])
+def test_what_the_policy_makes_its_simulator_do_counts_and_what_it_has_no_part_in_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool | None
 ) -> None:
     monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import math
 import pickle
 import types
@@ -93,7 +94,7 @@ def tasks() -> Mapping[str, Sequence[str]]:
 
 def scene(task: str, options: EnvOptions) -> Scene:
     """Of one task."""
-    _simulator()  # what is missing is told before anything is asked of it
+    _simulator(options)  # what is missing is told before anything is asked of it
     return Scene(
         name=f"metaworld/{task}",
         robot="metaworld",
@@ -121,7 +122,7 @@ class MetaWorld(StartEnv):
         super().__init__(scene(task, options))
         self._options, self._task = options, task
         self._check = PictureCheck(self.scene.name)
-        kinds, experts = _simulator()
+        kinds, experts = _simulator(options)
         self._sim = kinds[task]()
         self._sim.max_path_length = self.scene.limit
         _make_lean(self._sim)
@@ -266,10 +267,12 @@ def _cameras(options: EnvOptions) -> tuple[str, ...]:
     return options.cameras or ()
 
 
-def _simulator() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _simulator(options: EnvOptions) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Its tasks and experts."""
-    headless()
     try:
+        if importlib.util.find_spec("mujoco") is None:
+            raise ImportError("No module named 'mujoco'")
+        headless(required=bool(options.cameras))
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
         from metaworld.policies import ENV_POLICY_MAP
     except ImportError as error:

@@ -25,11 +25,16 @@ assert renderer.render().max() > 0
 """
 
 
+NEVER = "disable"
+"""Of MUJOCO_GL: no pictures."""
+
+
 @functools.cache
-def headless() -> str:
+def headless(*, required: bool = True) -> str:
     """Make MuJoCo render without a screen: by EGL, else in software. Best before MuJoCo is imported for the first time.
 
     A value of MUJOCO_GL somebody set is left alone. Tried in a process of its own: a failure would spoil this one.
+    Where pictures are not `required` and there is no way to make any, it does without.
     """
     if chosen := os.environ.get("MUJOCO_GL"):
         return chosen
@@ -48,8 +53,15 @@ def headless() -> str:
                 importlib.reload(sys.modules["mujoco.gl_context"])
             return backend
         reasons.append(f"{backend}: {(tried.stderr.strip().splitlines() or ['no reason given'])[-1][:120]}")
-    raise UserError(
-        f"MuJoCo cannot render here ({'; '.join(reasons)}); install libegl1 or libosmesa6 "
+    if not required:
+        os.environ["MUJOCO_GL"] = NEVER
+        return NEVER
+    raise _cannot("; ".join(reasons))
+
+
+def _cannot(reasons: str) -> UserError:
+    return UserError(
+        f"MuJoCo cannot render here ({reasons}); install libegl1 or libosmesa6 "
         "(apt-get install libegl1 libegl-mesa0 libosmesa6)."
     )
 
@@ -86,6 +98,8 @@ class View:
     def __init__(self, model: Any, size: tuple[int, int], shadows: bool) -> None:  # noqa: ANN401  # MuJoCo's
         import mujoco
 
+        if os.environ.get("MUJOCO_GL") == NEVER:
+            raise _cannot("neither by EGL nor in software")
         height, width = size
         model.vis.global_.offheight = max(height, model.vis.global_.offheight)
         model.vis.global_.offwidth = max(width, model.vis.global_.offwidth)

@@ -60,6 +60,8 @@ class Rollout:
     film: tuple[UInt8[np.ndarray, "h w 3"], ...] = ()
     task: str = ""
     """The environment's name."""
+    acted: bool = True
+    """Whether its environment ever got as far as the first action."""
 
 
 @dataclasses.dataclass
@@ -87,6 +89,8 @@ class _Running:
     film: list[np.ndarray] = dataclasses.field(default_factory=list)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     begun: bool = False
+    acted: bool = False
+    """It was told to act, now or before it had to begin again."""
 
     @property
     def steps(self) -> int:
@@ -94,6 +98,7 @@ class _Running:
 
     def begin_again(self, fault: Fault) -> None:
         self.faults.append(fault)
+        self.acted |= self.begun
         self.seen, self.actions, self.film, self.begun = [], [], [], False
 
     def take(self, went: Went, record: bool) -> None:
@@ -140,7 +145,7 @@ def roll_out(
                 one.begin_again(answer)
                 if sum(fault.kind != "lost" for fault in one.faults) < TRIES:
                     continue
-                finished[one.index] = Rollout(one.start_id, None, tuple(one.faults), task=one.task)
+                finished[one.index] = Rollout(one.start_id, None, tuple(one.faults), task=one.task, acted=one.acted)
             else:
                 one.take(answer, record)
                 if answer.ending == "goes on" and not answer.truncated:

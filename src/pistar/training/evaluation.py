@@ -29,8 +29,8 @@ class Trial:
 
     start_id: int
     success: bool | None
-    """None where its worker died or hung every time. Where the simulator itself gave up every time, by an error or NaN,
-    that is a failure: the same actions from the same start led there."""
+    """None where its worker died or hung every time, or it never began. Where the simulator itself gave up every time,
+    by an error or NaN, that is a failure: the same actions from the same start led there."""
     steps: int
     faults: tuple[str, ...] = ()
     """What went wrong in the simulator before it went right."""
@@ -277,7 +277,8 @@ def _trial(rollout: Rollout) -> Trial:
     faults = tuple(f"{fault.kind}: {fault.detail}" for fault in rollout.faults)
     if rollout.episode is None:
         # Left out of the count, a policy that tears its simulator apart would do better than one that merely fails.
-        by_policy = {fault.kind for fault in rollout.faults} <= {"raised", "not finite", "lost"}
+        # But one that never began has nothing to do with it.
+        by_policy = rollout.acted and {fault.kind for fault in rollout.faults} <= {"raised", "not finite", "lost"}
         return Trial(rollout.start_id, False if by_policy else None, 0, faults)
     return Trial(rollout.start_id, rollout.episode.success, len(rollout.episode.actions), faults)
 
