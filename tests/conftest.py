@@ -10,8 +10,11 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tiny models run in no time however they are compiled; compiling is what takes long. (Not so far as to fuse otherwise
-# than for users: that decides where bfloat16 is rounded, and OpenPI's numbers would be missed.)
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# than for users: that decides where bfloat16 is rounded.) And without YNNPACK, whose products of bfloat16 depend on the
+# processor: on one with instructions for them OpenPI's numbers, made on another, would be missed.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0 --xla_cpu_experimental_ynn_fusion_type="
+)
 
 from jaxtyping import install_import_hook
 
