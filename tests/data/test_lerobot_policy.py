@@ -93,11 +93,11 @@ def test_a_dimension_that_never_moves_stays_so(pytorch_goldens: Path, tmp_path: 
     """LeRobot may have a deviation of 0, and 0 minus an epsilon is none."""
     folder = tmp_path / "policy"
     shutil.copytree(pytorch_goldens / "lerobot_pi05_tiny", folder)
-    (path,) = folder.glob("policy_preprocessor_step_*")
-    arrays = safetensors.numpy.load_file(path)
-    arrays["action.std"][3] = 0
-    arrays["action.q99"][4] = arrays["action.q01"][4]
-    safetensors.numpy.save_file(arrays, path)
+    for path in folder.glob("policy_*processor_step_*.safetensors"):
+        arrays = safetensors.numpy.load_file(path)
+        arrays["action.std"][3] = 0
+        arrays["action.q99"][4] = arrays["action.q01"][4]
+        safetensors.numpy.save_file(arrays, path)
     stats = read_stats(folder)["actions"]
     assert stats.std[3] == 0
     assert stats.q01 is not None
@@ -191,3 +191,20 @@ def test_quantiles_are_needed_where_they_normalise(tmp_path: Path, folder: Path)
         written(tmp_path / "pi05", "pi05", bare)
     (path,) = written(tmp_path / "pi0", "pi0", bare).glob("policy_pre*.safetensors")
     assert {name.split(".")[-1] for name in safetensors.numpy.load_file(path)} == {"mean", "std"}
+
+
+def test_actions_that_come_back_by_other_numbers_are_refused(folder: Path) -> None:
+    (path,) = folder.glob("policy_postprocessor_*.safetensors")
+    tensors = safetensors.numpy.load_file(path)
+    tensors["action.mean"] = tensors["action.mean"] + 5
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(UserError, match="has another mean of action than policy_preprocessor"):
+        read_stats(folder)
+
+
+def test_settings_left_empty_are_the_usual_ones(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    empty = dict.fromkeys(("normalization_mapping", "input_features", "chunk_size", "tokenizer_max_length"))
+    (folder / "config.json").write_text(json.dumps(settings | empty))
+    found = read_policy(folder)
+    assert (found.norm, found.action_horizon, found.max_token_len, found.cameras) == ("zscore", 50, 48, ())

@@ -177,10 +177,11 @@ def test_the_way_through_all_dialects_and_back_changes_nothing(
 
 def test_statistics_that_lerobot_changed_replace_those_carried_along(openpi: dict[str, Path], tmp_path: Path) -> None:
     folder = converted(openpi["pi0"], tmp_path / "lerobot", "lerobot")
-    (path,) = folder.glob("policy_preprocessor_step_*")
+    (path, _) = paths = sorted(folder.glob("policy_*processor_step_*.safetensors"), reverse=True)
     arrays = safetensors.numpy.load_file(path)
     arrays["action.mean"] += 1
-    safetensors.numpy.save_file(arrays, path)
+    for path in paths:
+        safetensors.numpy.save_file(arrays, path)
     with open_checkpoint(folder) as checkpoint:
         assert list(checkpoint.norm_stats) == ["lerobot"]
         np.testing.assert_array_equal(checkpoint.read_norm_stats("lerobot")["actions"].mean, arrays["action.mean"])
@@ -556,10 +557,15 @@ def test_a_horizon_that_contradicts_the_contract_is_refused(ours: Callable[..., 
 
 def test_statistics_of_several_robots_are_asked_about(openpi: dict[str, Path], tmp_path: Path) -> None:
     source = shutil.copytree(openpi["pi0"], tmp_path / "7")
-    shutil.copytree(source / "assets/trossen", source / "assets/user/other")
+    theirs = load_norm_stats(source / "assets/trossen/norm_stats.json")
+    other = {name: dataclasses.replace(stats, mean=stats.mean + 1) for name, stats in theirs.items()}
+    save_norm_stats(source / "assets/user/other/norm_stats.json", other)
     refused(source, tmp_path / "out", "has norm stats for trossen, user/other, .* name it: --asset-id", "lerobot")
     refused(source, tmp_path / "out", "and not for droid; name one of these", "lerobot", asset_id="droid")
+    refused(source, tmp_path / "out", "it names a folder under assets/", "lerobot", asset_id="../../elsewhere")
     out = converted(source, tmp_path / "out", "lerobot", asset_id="user/other")
+    with open_checkpoint(out) as policy:
+        assert list(policy.norm_stats) == ["user/other"], "LeRobot acts by these"
     assert (out / "assets/trossen/norm_stats.json").exists()
 
 

@@ -60,9 +60,9 @@ def read_policy(folder: Path) -> LeRobotPolicy:
         raise UserError(f"{folder / CONFIG_FILE} is of a {kind!r} policy; pistar knows LeRobot's pi0 and pi05.")
     if settings.get("use_peft"):
         raise UserError(f"{folder} has adapters of PEFT's beside its weights; merge them in LeRobot and save again.")
-    norms = settings.get("normalization_mapping", {})
+    norms: Mapping[str, Any] = settings.get("normalization_mapping") or {}
     names = {name: norm for norm, name in _NORMS.items()}
-    used = {norms.get(key) for key in ("STATE", "ACTION")} - {None} or {
+    used = {str(norms[key]) for key in ("STATE", "ACTION") if norms.get(key) is not None} or {
         _NORMS["quantile" if kind == "pi05" else "zscore"]
     }
     (name,) = used if len(used) == 1 else (" and ".join(sorted(used)),)
@@ -71,12 +71,14 @@ def read_policy(folder: Path) -> LeRobotPolicy:
             f"{folder / CONFIG_FILE} normalises state and actions by {name}; OpenPI's models know "
             f"{' or '.join(names)}, the same for both: train with one of these."
         )
-    cameras = tuple(key.removeprefix(_IMAGES) for key in settings.get("input_features", {}) if key.startswith(_IMAGES))
+    cameras = tuple(
+        key.removeprefix(_IMAGES) for key in (settings.get("input_features") or {}) if key.startswith(_IMAGES)
+    )
     return LeRobotPolicy(
         kind=kind,
         cameras=cameras,
-        action_horizon=int(settings.get("chunk_size", 50)),
-        max_token_len=int(settings.get("tokenizer_max_length", 200 if kind == "pi05" else 48)),
+        action_horizon=int(settings.get("chunk_size") or 50),
+        max_token_len=int(settings.get("tokenizer_max_length") or (200 if kind == "pi05" else 48)),
         norm=names[name],
         relative_actions=bool(settings.get("use_relative_actions", False)),
     )
@@ -91,6 +93,7 @@ def stats_file(folder: Path) -> Path | None:
 def read_stats(folder: Path) -> dict[str, NormStats]:
     """Its statistics in OpenPI's form: with OpenPI's epsilon they give the numbers that LeRobot's give with its own."""
     step, path = _normalizer(folder), stats_file(folder)
+    _check_way_back(folder, path)
     if step is None or path is None or not path.exists():
         raise UserError(
             f"{folder} has no statistics ({_PREPROCESSOR}.json and its safetensors); without them the robot gets "
@@ -111,6 +114,24 @@ def read_stats(folder: Path) -> dict[str, NormStats]:
             )
         stats[key] = _from_lerobot(arrays, epsilon)
     return stats
+
+
+def _check_way_back(folder: Path, path: Path | None) -> None:
+    """Refuse a policy whose actions are brought back to the robot's units by other numbers than they came from."""
+    after = folder / f"{_POSTPROCESSOR}.json"
+    steps = _read_json(after).get("steps", []) if after.exists() else []
+    named = [step.get("state_file") for step in steps if step.get("registry_name") == "unnormalizer_processor"]
+    if path is None or not path.exists() or not named or not (folder / str(named[0])).exists():
+        return
+    there, back, feature = SafetensorsFile(path), SafetensorsFile(folder / str(named[0])), _FEATURES["actions"]
+    for name in ("mean", "std", "q01", "q99"):
+        tensor = f"{feature}.{name}"
+        both = tensor in there.tensors and tensor in back.tensors
+        if both and not np.array_equal(there.read(tensor), back.read(tensor)):
+            raise UserError(
+                f"{folder / str(named[0])} has another {name} of {feature} than {path.name}; OpenPI knows one for both "
+                "ways: save the policy again with the statistics it was trained with."
+            )
 
 
 def agree(stats: Mapping[str, NormStats], folder: Path) -> bool:

@@ -101,6 +101,8 @@ def convert(
     """Write the checkpoint at `path` anew as `out`, in the dialect that is wanted."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; name a new folder.")
+    if wanted.asset_id is not None and (Path(wanted.asset_id).is_absolute() or ".." in Path(wanted.asset_id).parts):
+        raise UserError(f"--asset-id is {wanted.asset_id}; it names a folder under assets/, as trossen.")
     with open_checkpoint(path, vision_heads=wanted.vision_heads) as checkpoint:
         source = _look(checkpoint, wanted)
         leaves, config = _as_wanted(source, wanted)
@@ -265,7 +267,10 @@ def _prove(
 ) -> Proof:
     merged, rounded = _merged(source, wanted), _rounded(source, leaves)
     with open_checkpoint(folder, vision_heads=config.vision.num_heads) as target:
-        check_came_back(target, sums, config, source.stats, lambda done, total: progress("reading back", done, total))
+        acts_by = source.asset_id if source.stats else None
+        check_came_back(
+            target, sums, config, source.stats, acts_by, lambda done, total: progress("reading back", done, total)
+        )
         outputs = Outputs(0.0, 0.0, "not asked for")
         if wanted.run_model:
             progress("running both", 0, 1)

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Array
 
 from pistar.config import Pi0Config
-from pistar.data.norm_stats import NormStats, norm_stats_hash
+from pistar.data.norm_stats import NormStats, load_norm_stats, norm_stats_hash
 from pistar.errors import UserError
 from pistar.models.inspect import config_differences
 from pistar.models.pi0 import Params, bind
-from pistar.training.checkpoints import Checkpoint
+from pistar.training.checkpoints import NORM_STATS_FILE, Checkpoint
 from pistar.training.leaves import Leaf
 from pistar.types import Observation
 
@@ -116,9 +116,11 @@ def check_came_back(
     sums: Mapping[str, str],
     config: Pi0Config,
     stats: Mapping[str, Mapping[str, NormStats]],
+    acts_by: str | None,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Refuse a checkpoint unless it holds these parameters, bit for bit under the same names, and these statistics."""
+    """Refuse a checkpoint unless it holds these parameters, bit for bit under the same names, and these statistics;
+    `acts_by`: whose of them the policy uses."""
     bug = "nothing was written; the disk is faulty or pistar is, please report it"
     if differing := config_differences(config, target.model):
         field, ours, theirs = differing[0]
@@ -131,11 +133,14 @@ def check_came_back(
         if checksum(leaf) != sums[name]:
             raise UserError(f"{name} came back with other numbers than went in; {bug}.")
     progress(len(leaves), len(leaves))
+    assert target.step is not None  # it was just written
     for asset_id, numbers in stats.items():
-        if asset_id not in target.norm_stats or norm_stats_hash(target.read_norm_stats(asset_id)) != norm_stats_hash(
-            numbers
-        ):
+        path = target.step / "assets" / asset_id / NORM_STATS_FILE
+        if not path.exists() or norm_stats_hash(load_norm_stats(path)) != norm_stats_hash(numbers):
             raise UserError(f"the statistics of {asset_id} came back with other numbers than went in; {bug}.")
+    # Of several robots' LeRobot acts by one, in its own file.
+    if acts_by is not None and acts_by not in target.norm_stats:
+        raise UserError(f"LeRobot's own statistics are not those of {acts_by}; {bug}.")
 
 
 # --- Outputs ----------------------------------------------------------------------------------------------------------
