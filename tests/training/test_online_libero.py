@@ -60,6 +60,7 @@ def test_two_tasks_are_practised_together_and_learnt_from(tmp_path: Path) -> Non
         attempts=1,
         exploration=ExplorationConfig(action_noise=0.5),
         epochs=1.0,
+        max_drift=None,
         evaluate_every=0,
         evaluate_episodes=1,
     )
