@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pistar.cli_checkpoints import export_checkpoint, import_checkpoint
 from pistar.cli_envs import Checkpoint, collect, evaluate
-from pistar.cli_runs import plan, train, weigh
+from pistar.cli_runs import plan, sweep, train, weigh
 from pistar.data.words import counted, numbered, ranges
 from pistar.errors import UserError
 
@@ -341,9 +341,18 @@ def _plan_help(args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> N
     plan(args)
 
 
+def _sweep_help(args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> None:
+    """Compare settings over seeds, with a table: pistar sweep PRESET --param online.rollouts=4,8 --seeds 2."""
+    sweep(args)
+
+
+PRESETS_OPTIONS: dict[str, Callable[[Sequence[str]], None]] = {"train": train, "plan": plan, "sweep": sweep}
+"""Commands whose options are a preset's: `main` calls them itself."""
+
 COMMANDS: dict[str, Callable[..., None]] = {
-    "train": _train_help,  # these two are for the list of commands; `main` calls `train` and `plan` themselves
+    "train": _train_help,  # these three are for the list of commands
     "plan": _plan_help,
+    "sweep": _sweep_help,
     "eval": evaluate,
     "demo": demo,
     "verify": verify,
@@ -379,8 +388,8 @@ def main(args: Sequence[str] | None = None) -> None:
         Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)
         return
     try:
-        if args and args[0] in ("train", "plan"):  # their options are the preset's
-            (train if args[0] == "train" else plan)(args[1:])
+        if args and args[0] in PRESETS_OPTIONS:
+            PRESETS_OPTIONS[args[0]](args[1:])
             return
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1) or list(COMMANDS)

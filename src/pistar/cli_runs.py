@@ -1,6 +1,7 @@
-"""The commands about runs: `pistar train` and `pistar plan`, whose options are a preset's, and `pistar data weigh`."""
+"""The commands about runs: `pistar train`, `plan` and `sweep`, whose options are a preset's; `pistar data weigh`."""
 
 import argparse
+import difflib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pistar.errors import UserError
 
 if TYPE_CHECKING:
     from pistar.training.config import RLTrainConfig
+    from pistar.training.sweep import Row
 
 
 STOPPED = 75
@@ -32,6 +34,7 @@ def _run_parser(command: str, description: str) -> argparse.ArgumentParser:
         description=f"{description} Every field of the preset is an option: see PRESET --help.",
         epilog=f"Presets: {', '.join(list_configs())}.",
         add_help=False,
+        allow_abbrev=False,  # --seed is a field, and no short form of --seeds
     )
     parser.add_argument("preset")
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings that replace the preset's")
@@ -189,6 +192,69 @@ def plan(args: Sequence[str]) -> None:
             f"{options.preset} does not fit into {devices} of {options.device_memory:g} GB, not even with adapters and "
             "a row at a time; take more devices, or larger ones."
         )
+
+
+def sweep(args: Sequence[str]) -> None:
+    """pistar sweep PRESET --param a.b=1,2,3 [--param …] [--seeds N] [--any.field value]"""
+    parser = _run_parser("sweep", "Compare settings: a run of each combination and seed, and a table of them all.")
+    parser.add_argument("--param", action="append", default=[], metavar="FIELD=V,V", help="a field and its values")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each combination, from --seed on")
+    parser.add_argument("--metric", help="what to compare; evaluation/sampled of ript_… presets, else loss")
+    options, config = _read_run(parser, args)
+    from pistar.training.sweep import Sweep, SweepRun, default_metric, measured, parse_param, rows
+
+    comparison = Sweep(options.preset, config, [parse_param(text) for text in options.param], options.seeds)
+    metric = options.metric or default_metric(config)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    done = sum(run.state == "finished" for run in comparison.runs)
+    told = f"{counted(len(comparison.combinations), 'combination')} × {counted(len(comparison.seeds), 'seed')}"
+    console.print(f"{told} in {comparison.folder}{f'; {done} finished before' if done else ''}", markup=False)
+
+    def before(run: SweepRun, number: int) -> None:
+        console.print(f"{number} of {len(comparison.runs)}: {run.told}; follow it in {run.log}", markup=False)
+
+    def after(run: SweepRun) -> None:
+        comparison.save(rows(comparison, metric), metric)
+        if run.state != "finished":
+            console.print(f"{run.told} {run.state}{f': {run.why}' if run.why else ''}", markup=False)
+
+    whole = comparison.go(before, after)
+    found = rows(comparison, metric)
+    Console().print(_sweep_table(found, metric, comparison.seeds))
+    Console(soft_wrap=True, highlight=False).print(f"Wrote {comparison.save(found, metric)}", markup=False)
+    if not whole:
+        console.print("Stopped on request; the same command goes on.")
+        sys.exit(STOPPED)
+    if bad := [run for run in comparison.runs if run.state != "finished"]:
+        raise UserError(
+            f"{len(bad)} of {counted(len(comparison.runs), 'run')} did not finish, the first {bad[0].told} (see "
+            f"{bad[0].log}); the same command tries again."
+        )
+    if all(row.mean is None for row in found):
+        names = measured(comparison)
+        near = difflib.get_close_matches(metric, names, n=1) or names
+        raise UserError(f"No run has measured {metric!r}; try --metric {', '.join(near)}. Nothing is run again.")
+
+
+def _sweep_table(found: "Sequence[Row]", metric: str, seeds: Sequence[int]) -> Table:
+    table = Table(title=Text(metric))
+    for name in found[0].combination.values:
+        table.add_column(name, overflow="fold")
+    for seed in seeds:
+        table.add_column(f"seed {seed}", justify="right")
+    table.add_column("mean", justify="right")
+    if any(row.interval is not None for row in found):
+        table.add_column("95 %", justify="right")
+    for row in found:
+        cells = [
+            Text(run.state if last is None else f"{last.value:.4g}" if last.of is None else f"{last.value:g}/{last.of}")
+            for run, last in zip(row.runs, row.found, strict=True)
+        ]
+        counts, interval = row.counts, row.interval
+        mean = "" if row.mean is None else f"{row.mean:.4g}" if counts is None else f"{counts[0]}/{counts[1]}"
+        sure = [] if interval is None else [f"{interval[0]:.0%} to {interval[1]:.0%}"]
+        table.add_row(*map(Text, row.combination.values.values()), *cells, mean, *sure)
+    return table
 
 
 def weigh(

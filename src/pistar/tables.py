@@ -41,6 +41,14 @@ def from_table(kind: type[T], data: object, where: str, *, default: T | None = N
     return built
 
 
+def fits(hint: Any, data: object) -> bool:  # noqa: ANN401  # a type, of any sort
+    """Whether a field of this type can be what a table says."""
+    with contextlib.suppress(UserError):
+        _Builder(whole=False).build(hint, data, "")
+        return True
+    return False
+
+
 def _dataclasses_of(hint: Any) -> list[Any]:  # noqa: ANN401  # a type, of any sort
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     return [option for option in options if dataclasses.is_dataclass(option)]
