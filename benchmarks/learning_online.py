@@ -6,7 +6,7 @@ For each seed: five noisy demonstrations of Meta-World's push-v3 by its scripted
 and `pistar train ript_metaworld` from there: once as it is, and once for each ablation. Every command is one a user
 would type, and is told. Judged on 100 held-out start states before and after, without noise and sampled; minutes are of
 practice and learning. What is done is kept in --out and not done again; a run that was stopped goes on. TAKES LONG:
-some 15 minutes on two cores for each seed and variant.
+some 15 minutes for each seed and variant.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pistar.report.charts import success_chart
 from pistar.training.counting import wilson
 from pistar.training.metrics import read_metrics
 
-ENV, LIMIT = "metaworld/push-v3", "150"
+ENV, LIMIT = "metaworld/push-v3", "100"
 NO_EXPLORATION = [f"--online.exploration.{kind}=0" for kind in ("held-noise", "action-noise", "misled")]
 ON_POLICY = ["--online.replay", "none"]
 VARIANTS: dict[str, list[str]] = {
@@ -29,6 +29,7 @@ VARIANTS: dict[str, list[str]] = {
     "exploration_off": NO_EXPLORATION,
     "replay_off": ON_POLICY,
     "exp": [*ON_POLICY, "--algorithm.weighting", "exp"],
+    "cfg": [*ON_POLICY, "--algorithm.weighting", "cfg"],
     "signed": [*ON_POLICY, "--algorithm.weighting", "signed", "--algorithm.anchor", "1.0"],
 }
 

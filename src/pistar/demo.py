@@ -86,7 +86,7 @@ STAGES: dict[Algo, Stage] = {
     ),
     "ript": Stage(
         "metaworld/push-v3",
-        150,
+        100,
         Script("pistar.envs.behaviours:expert", {"noise": 0.1}),
         {"bc": "BC, where RIPT begins", "ript": "RIPT"},
         ("bc", "ript"),
@@ -110,14 +110,14 @@ class Budget:
     """Updates of the policy by what the critic says; of RIPT, iterations of practice."""
     contexts: int = 100
     """Start states in an iteration of practice …"""
-    updates: int = 1_000
+    updates: int = 500
     """… and updates after it."""
     batch: int = 128
 
 
 BUDGETS: dict[Algo, Budget] = {
     "acrlpd": Budget(),
-    "ript": Budget("ript", demonstrations=5, imitated=1_500, critic=0, improved=8),
+    "ript": Budget("ript", demonstrations=5, imitated=1_500, critic=0, improved=12),
 }
 QUICK: dict[Algo, Budget] = {
     "acrlpd": Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16),

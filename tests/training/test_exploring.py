@@ -195,7 +195,11 @@ def test_moods_come_in_their_shares(env: StartEnv) -> None:
     assert counts == pytest.approx(expected, abs=0.03)
     shifts = np.array([mood.shift for mood in moods if mood.shift is not None])
     assert not shifts[:, 2:].any(), "only what the scene calls a thing"
-    assert shifts[:, :2].std() == pytest.approx(0.5, rel=0.1)
+    assert shifts[:, :2].std() == pytest.approx(0.5 / 3**0.5, rel=0.1), "each of a deviation between none and 0.5"
+    for kind in ("held_noise", "warm_noise"):
+        scales = [mood.noise_scale for mood in moods if mood.kind == kind]
+        assert 1 <= min(scales) < 1.05
+        assert 1.45 < max(scales) <= 1.5
     deviations = [mood.action_deviation for mood in moods if mood.kind == "action_noise"]
     assert 0 < min(deviations) < 0.05
     assert 0.35 < max(deviations) <= 0.4
@@ -204,6 +208,18 @@ def test_moods_come_in_their_shares(env: StartEnv) -> None:
 def test_no_share_is_the_policy_itself(env: StartEnv) -> None:
     rng = np.random.default_rng(0)
     assert {draw_mood(ExplorationConfig(), rng, env.scene, 17).kind for _ in range(50)} == {"plain"}
+
+
+def test_adaptive_exploration_is_for_start_states_that_fail(env: StartEnv) -> None:
+    config = ExplorationConfig(held_noise=0.2, action_noise=0.4, adaptive=True)
+    for success, exploring in ((None, 0.6), (0.0, 1.0), (0.25, 0.45), (0.75, 0.15), (1.0, 0.0)):
+        rng = np.random.default_rng(0)
+        kinds = collections.Counter(draw_mood(config, rng, env.scene, 17, success).kind for _ in range(4000))
+        assert 1 - kinds["plain"] / 4000 == pytest.approx(exploring, abs=0.03)
+        assert kinds["held_noise"] == pytest.approx(kinds["action_noise"] / 2, abs=80)
+    fixed, rng = ExplorationConfig(held_noise=0.2), np.random.default_rng(0)
+    kinds = collections.Counter(draw_mood(fixed, rng, env.scene, 17, 0.0).kind for _ in range(4000))
+    assert kinds["held_noise"] / 4000 == pytest.approx(0.2, abs=0.03)
 
 
 def test_a_chunk_from_every_step_is_what_was_done_from_there_in_that_steps_own_frame() -> None:

@@ -101,6 +101,11 @@ class Starts:
         known.successes += successes
         known.last_solved, known.skipped = successes == tries, 0
 
+    def success(self, start: Context) -> float | None:
+        """Its rate so far, if it was tried."""
+        known = self.known.get(start)
+        return known.rate if known is not None and known.tries else None
+
     def copy_of_known(self) -> dict[Context, Start]:
         """As it is now."""
         return {start: dataclasses.replace(one) for start, one in self.known.items()}

@@ -45,9 +45,13 @@ ZERO_NOISE = Mood("zero noise", noise_scale=0.0)
 """The policy without chance."""
 
 
-def draw_mood(config: ExplorationConfig, rng: np.random.Generator, scene: Scene, state_dim: int) -> Mood:
-    """By the shares configured."""
+def draw_mood(
+    config: ExplorationConfig, rng: np.random.Generator, scene: Scene, state_dim: int, success: float | None = None
+) -> Mood:
+    """By the shares configured. `success`: the start state's rate so far, if it was tried."""
     c, at = config, rng.uniform()
+    if c.adaptive and success is not None and c.total:
+        at *= c.total if success == 0 else 1 / max(1 - success, 1e-6)
     for kind in ("held_noise", "warm_noise", "action_noise", "misled"):
         share = getattr(c, kind)
         if at < share:
@@ -56,15 +60,15 @@ def draw_mood(config: ExplorationConfig, rng: np.random.Generator, scene: Scene,
     else:
         return Mood()
     if kind == "held_noise":
-        return Mood(kind, noise_scale=c.held_noise_scale, hold_noise=True)
+        return Mood(kind, noise_scale=rng.uniform(1, c.held_noise_scale), hold_noise=True)
     if kind == "warm_noise":
-        return Mood(kind, noise_scale=c.warm_noise_scale)
+        return Mood(kind, noise_scale=rng.uniform(1, c.warm_noise_scale))
     if kind == "action_noise":
         return Mood(kind, action_deviation=rng.uniform(0, c.action_noise_scale))
     things = scene.things or tuple(((number,),) for number in range(state_dim))
-    shift = np.zeros(state_dim, np.float32)
+    shift, deviation = np.zeros(state_dim, np.float32), rng.uniform(0, c.misled_scale)
     for numbers in things[rng.integers(len(things))]:
-        shift[list(numbers)] = rng.normal(0, c.misled_scale)
+        shift[list(numbers)] = rng.normal(0, deviation)
     return Mood(kind, shift=shift)
 
 

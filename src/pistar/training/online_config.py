@@ -23,11 +23,11 @@ class ExplorationConfig:
     held_noise: float = 0.0
     """One flow noise for a whole episode …"""
     held_noise_scale: float = 1.5
-    """… so many times as large as the flow's own."""
+    """… up to so many times as large as the flow's own, drawn for the episode."""
     warm_noise: float = 0.0
     """Every chunk from a noise …"""
     warm_noise_scale: float = 1.5
-    """… so many times as large."""
+    """… up to so many times as large, drawn for the episode."""
     action_noise: float = 0.0
     """Each action is off by chance, and what was executed is what is learnt from …"""
     action_noise_scale: float = 0.4
@@ -35,14 +35,18 @@ class ExplorationConfig:
     misled: float = 0.0
     """The policy is told a state that is off by the same for a whole episode, and learns from the true one …"""
     misled_scale: float = 0.5
-    """… by so many deviations of the state in the data."""
+    """… with a deviation of up to this, drawn for the episode; the unit is the deviation of the state in the data."""
+    adaptive: bool = False
+    """Explore the less, the oftener a start state succeeds: the shares times its rate of failure so far. One that was
+    tried and never succeeded explores in every rollout."""
 
     def __post_init__(self) -> None:
         for name in ("held_noise", "warm_noise", "action_noise", "misled"):
             _check_share(f"online.exploration.{name}", getattr(self, name))
             scale = getattr(self, f"{name}_scale")
-            if not 0 <= scale < math.inf:
-                raise UserError(f"online.exploration.{name}_scale is {scale}; use a number of at least 0.")
+            least = 1 if name in ("held_noise", "warm_noise") else 0
+            if not least <= scale < math.inf:
+                raise UserError(f"online.exploration.{name}_scale is {scale}; use a number of at least {least}.")
         if self.total > 1 + 1e-9:
             raise UserError(
                 f"online.exploration's shares add up to {self.total:g}; what is left of 1 acts without: lower some."

@@ -156,8 +156,9 @@ class Practice:
                 break
             key = jax.random.fold_in(jax.random.fold_in(chance(config, 2), iteration), round_)
             moods = [
-                draw_mood(online.exploration, rng, self._envs.scene, self._robot.state_dim)
-                for _ in range(len(starts) * online.rollouts)
+                draw_mood(online.exploration, rng, self._envs.scene, self._robot.state_dim, self.starts.success(start))
+                for start in starts
+                for _ in range(online.rollouts)
             ]
             explorer = self._explorer(behaviour, key, moods, keep=plans)
             for group in self._groups(explorer, starts, record=record, clock=tally.clock):
