@@ -26,8 +26,8 @@ from pistar.errors import UserError
 from pistar.models.pytorch_names import EMBED_TOKENS, LM_HEAD, UNUSED, stays_float32
 from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import MODELS
-from pistar.training import conversion, dialect_writers, leaves, params_folder, proof
-from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
+from pistar.training import conversion, dialect_writers, leaves, merging, params_folder, proof
+from pistar.training.checkpoints import as_tree, open_checkpoint, read_params, write_checkpoint
 from pistar.training.contract import Contract, read_contract
 from pistar.training.conversion import Wanted, convert, find_dialect
 from pistar.training.dialect_notes import differences
@@ -257,6 +257,19 @@ def test_the_model_is_not_run_where_it_does_not_fit(
     assert done.proof.outputs.skipped == "it takes 2.0 GB of memory and 1.0 are free"
 
 
+def test_a_containers_share_of_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit less what it has, where what it keeps of files does not count."""
+    monkeypatch.setattr(proof, "_CONTAINER", tmp_path)
+    whole = proof._free_memory()
+    assert whole > 1e8
+    (tmp_path / "memory.current").write_text("70000000\n")
+    (tmp_path / "memory.stat").write_text("anon 20000000\ninactive_file 50000000\nactive_file 1\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert proof._free_memory() > 1e8
+    (tmp_path / "memory.max").write_text("90000000\n")
+    assert proof._free_memory() == 70e6
+
+
 def test_a_tensor_that_is_not_what_went_in_is_found_and_nothing_appears(
     openpi: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +397,50 @@ def test_bfloat16_weights_are_merged_in_float32(ours: Callable[..., Path], tmp_p
     assert merged["PaliGemma/llm/final_norm/scale"].dtype == jnp.bfloat16
 
 
+def test_merged_and_rounded_weights_are_compared_before_and_after_the_rounding(
+    adapted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    done = convert(adapted("pi0"), tmp_path / "out", Wanted("openpi-pytorch", "bfloat16", merge_lora=True))
+    before, after = done.proof.merged_outputs, done.proof.outputs
+    assert before is not None
+    assert 0 < before.difference < 1e-5
+    assert 1e-4 < after.difference < proof.ROUNDING_TOLERANCE * after.largest
+
+
+def without_the_sum_over_heads(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, *, alpha: float) -> np.ndarray:
+    """The merge one would write down who did not look."""
+    return w.astype(np.float32) + alpha / a.shape[-1] * (a.astype(np.float32) @ b.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_adapters_merged_wrongly_are_refused_rounded_or_not(
+    adapted: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    """FFN scaled and attention's output by head: in the real comparison of outputs."""
+    monkeypatch.setattr(merging, "merge_adapter", without_the_sum_over_heads)
+    with pytest.raises(UserError, match=r"merged weights move an output by .* nothing was written"):
+        convert(adapted("pi0"), tmp_path / "out", Wanted("openpi", dtype, merge_lora=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_rounding_that_moves_merged_weights_too_far_is_refused(
+    adapted: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if bfloat16 were four bits coarser, so that only the second comparison can see it."""
+    astype = leaves.CastLeaf.blocks
+
+    def coarser(self: Any, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        for row, block in astype(self, whole=whole):
+            yield row, (block.view(np.uint16) & 0xFFE0).view(block.dtype)
+
+    monkeypatch.setattr(leaves.CastLeaf, "blocks", coarser)
+    with pytest.raises(
+        UserError, match=r"merged and rounded to bfloat16, .* more than 0\.05 of it; nothing was written"
+    ):
+        convert(adapted("pi0"), tmp_path / "out", Wanted("openpi", "bfloat16", merge_lora=True))
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_adapters_there_is_nothing_to_merge(openpi: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no adapters to merge; leave --merge-lora out"):
         converted(openpi["pi0"], tmp_path / "out", "openpi", merge_lora=True)
@@ -453,6 +510,24 @@ def test_a_file_that_is_not_exactly_a_pi0_is_refused(
     refused(torch_file(**{name: array}), tmp_path / "out", says)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda params: params.pop("state_proj/bias"), "state_proj/bias: missing; the checkpoint is incomplete"),
+        (lambda params: params.update({"value/bias": np.zeros(3)}), "value/bias: left over, which this model has no"),
+        (lambda params: params.update({"state_proj/bias": np.zeros(3)}), r"state_proj/bias \(3,\): of another shape"),
+    ],
+)
+def test_an_openpi_checkpoint_that_is_not_exactly_a_pi0_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    params: dict[str, Any] = dict(goldens.arrays("params_pi0_tiny"))
+    change(params)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "source/params", {"params": as_tree(params)})
+    refused(tmp_path / "source", tmp_path / "out", says, "openpi-pytorch")
+
+
 @pytest.mark.parametrize("left_out", [UNUSED, LM_HEAD])
 def test_either_tied_name_will_do_and_the_unused_head_need_not_be_there(
     torch_file: Callable[..., Path], pytorch_goldens: Path, tmp_path: Path, left_out: str
@@ -466,7 +541,7 @@ def test_either_tied_name_will_do_and_the_unused_head_need_not_be_there(
 def test_lerobots_settings_of_another_model_are_refused(pytorch_goldens: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(pytorch_goldens / "lerobot_pi05_tiny", tmp_path / "policy")
     shutil.copy(pytorch_goldens / "lerobot_pi0_tiny/model.safetensors", folder)
-    refused(folder, tmp_path / "out", "says pi05 and the weights are a pi0's")
+    refused(folder, tmp_path / "out", "say pi05 and the weights are a pi0's")
 
 
 def test_the_weights_tell_the_model_and_not_the_path(pytorch_goldens: Path, tmp_path: Path) -> None:
@@ -551,7 +626,7 @@ def test_a_contract_that_contradicts_the_weights_is_refused(ours: Callable[..., 
 
 
 def test_a_horizon_that_contradicts_the_contract_is_refused(ours: Callable[..., Path], tmp_path: Path) -> None:
-    says = "action_horizon is 50 but the policy was trained with 10; leave it out"
+    says = "action_horizon is 50 but the policy was trained with 10, by contract.json; leave it out"
     refused(ours("pi0_tiny"), tmp_path / "out", says, "lerobot", action_horizon=50)
 
 

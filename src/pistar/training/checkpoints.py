@@ -31,7 +31,15 @@ from pistar.config import Pi0Config
 from pistar.data import lerobot_policy
 from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, save_norm_stats
 from pistar.errors import UserError
-from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
+from pistar.models.inspect import (
+    MODEL_NAMES,
+    config_differences,
+    find_misfits,
+    infer_config,
+    is_lora,
+    model_type,
+    name_some,
+)
 from pistar.models.pi0 import Params, param_shapes
 from pistar.training.contract import CONTRACT_FILE, Contract, read_contract, write_contract
 from pistar.training.hosts import in_step, is_leader, meet, several
@@ -99,16 +107,40 @@ class Checkpoint:
 
     @property
     def model(self) -> Pi0Config:
-        """As the weights tell, and LeRobot's settings where there are any; see NOT_IN_WEIGHTS for the rest."""
+        """As the weights tell, and settings beside them where there are any; see NOT_IN_WEIGHTS for the rest."""
         if self.torch is not None:
-            return self.torch.config
-        return infer_config({leaf.name: leaf.shape for leaf in self.leaves()})
+            config = self.torch.config
+        else:
+            config = infer_config({leaf.name: leaf.shape for leaf in self.leaves()})
+        said = self.lerobot
+        if said is None:
+            return config
+        if said.kind != config.model_type:
+            raise UserError(
+                f"LeRobot's settings in {self.step} say {said.kind} and the weights are a {config.model_type}'s; "
+                "they are not from one policy, copy both again."
+            )
+        return dataclasses.replace(config, action_horizon=said.action_horizon, max_token_len=said.max_token_len)
+
+    @functools.cached_property
+    def lerobot(self) -> lerobot_policy.LeRobotPolicy | None:
+        """LeRobot's settings: its own, or those that were carried along when it was converted."""
+        if self.step is None:
+            return None
+        if self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
+            return lerobot_policy.read_policy(self.step)
+        return lerobot_policy.read_carried(self.step)
+
+    @property
+    def horizon_known(self) -> bool:
+        """Whether the horizon of `model` is more than OpenPI's default."""
+        return self.lerobot is not None or (self.torch is not None and self.torch.horizon_known)
 
     @property
     def norm(self) -> Norm:
         """As LeRobot's settings say, else by OpenPI's rule; a contract knows better."""
-        if self.step is not None and self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
-            return lerobot_policy.read_policy(self.step).norm
+        if self.lerobot is not None:
+            return self.lerobot.norm
         return "quantile" if self.model.pi05 else "zscore"
 
     def read_norm_stats(self, asset_id: str) -> dict[str, NormStats]:
@@ -438,12 +470,12 @@ def _appear(whole: Path, final: Path, replaced: Path) -> None:
 
 
 def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> list[str]:
-    expected = param_shapes(contract.model)
-    stray = sorted(expected.keys() ^ params.keys())
-    unlike = [name for name, p in params.items() if name in expected and p.shape != expected[name].shape]
+    expected = {name: struct.shape for name, struct in param_shapes(contract.model).items()}
+    misfits = find_misfits(expected, {name: param.shape for name, param in params.items()})
     return [
-        *(f"{name} is {'missing' if name in expected else 'no parameter of the model'}" for name in stray[:1]),
-        *(f"{name} has shape {params[name].shape}, not {expected[name].shape}" for name in unlike[:1]),
+        *(f"{name} is missing" for name in misfits.missing[:1]),
+        *(f"{name} is no parameter of the model" for name in misfits.left_over[:1]),
+        *(f"{name} has shape {shape}, not {expected[name]}" for name, shape in [*misfits.misshapen.items()][:1]),
         *(f"{name} has NaN or Inf; the training diverged" for name in not_finite(params)[:1]),
     ]
 
@@ -583,5 +615,4 @@ def _refuse_another_model(shapes: Mapping[str, jax.ShapeDtypeStruct], given: Map
 
 def _refuse(names: Sequence[str], reason: str, remedy: str) -> None:
     if names:
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise UserError(f"{reason.format(some)}; {remedy}.")
+        raise UserError(f"{reason.format(name_some(names))}; {remedy}.")
