@@ -219,14 +219,25 @@ def test_blocks_of_any_size_make_the_same_checkpoint(
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process took at most")
 def test_a_large_checkpoint_is_converted_in_little_memory(tmp_path: Path) -> None:
-    """2 GB of weights, whose largest array has 1.2: in blocks, each written before the next is read."""
-    script = Path(__file__).parent.parent / "convert_in_little_memory.py"
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    """2 GB of weights: in blocks, each written before the next is read."""
+    script = str(Path(__file__).parent.parent / "convert_in_little_memory.py")
+
+    def run(folder: Path, *more: str) -> str:
+        done = subprocess.run([sys.executable, script, folder, *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(tmp_path / "orbax", "orbax")
+    measured = json.loads(run(tmp_path).splitlines()[-1])
+    shutil.rmtree(tmp_path)
     assert measured["gigabytes"] > 2
+    assert measured["orbax_gigabytes"] > 2
     assert max(measured["peaks"].values()) < 1.5, measured
-    shutil.rmtree(tmp_path / "torch")
+    # Ours are not even as large as the largest array, which has 1.2 GB …
+    assert measured["peaks"]["import"] < 0.6
+    assert measured["peaks"]["export"] < 0.6
+    # … and of what Orbax has in one piece there is that, and what it is unpacked from, which is no larger.
+    assert measured["peaks"]["export of Orbax's"] < (1.2 + 1.0) * measured["orbax_largest"], measured
 
 
 # --- Proof ------------------------------------------------------------------------------------------------------------
@@ -487,6 +498,14 @@ def test_a_truncated_file_is_refused(torch_file: Callable[..., Path], tmp_path: 
     path = torch_file() / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     refused(path.parent, tmp_path / "out", "bytes and its table speaks of")
+
+
+def test_weights_in_several_files_are_refused(torch_file: Callable[..., Path], tmp_path: Path) -> None:
+    folder = torch_file()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model-00002-of-00002.safetensors").touch()
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refused(folder, tmp_path / "out", r"has its weights in 2 parts \(model\.safetensors\.index\.json lists them\)")
 
 
 def test_both_tied_tensors_are_refused(torch_file: Callable[..., Path], tmp_path: Path) -> None:

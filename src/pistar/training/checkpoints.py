@@ -239,6 +239,12 @@ def _find(folder: Path, name: str, vision_heads: int | None) -> Checkpoint:
         return Checkpoint(params=folder / "params", step=folder)
     if folder.name == "params" or (folder / "_METADATA").exists() or (folder / "manifest.ocdbt").exists():
         return Checkpoint(params=folder, step=folder.parent if folder.name == "params" else None)
+    if (parts := sorted(folder.glob("model-*-of-*.safetensors"))) or (folder / f"{WEIGHTS_FILE}.index.json").exists():
+        raise UserError(
+            f"{name} has its weights in {len(parts) or 'several'} parts ({WEIGHTS_FILE}.index.json lists them), and "
+            f"pistar reads one {WEIGHTS_FILE}; save the model again in one, as with save_pretrained's "
+            'max_shard_size="100GB".'
+        )
     steps = _steps_below(folder, _DEPTH)
     if not steps:
         raise UserError(
