@@ -17,7 +17,7 @@ from pistar.data.safetensors_file import SafetensorsWriter, Tensor
 from pistar.models.pi0 import param_shapes
 from pistar.models.pytorch_names import UNUSED, torch_tensors, unused_shape
 from pistar.presets import MODELS
-from pistar.training.checkpoints import as_tree
+from pistar.training.checkpoint_writer import as_tree
 from pistar.training.conversion import Wanted, convert
 from pistar.training.memory import resident_bytes
 

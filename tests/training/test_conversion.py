@@ -27,7 +27,8 @@ from pistar.models.pytorch_names import EMBED_TOKENS, LM_HEAD, UNUSED, stays_flo
 from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import MODELS
 from pistar.training import conversion, dialect_writers, leaves, merging, params_folder, proof
-from pistar.training.checkpoints import as_tree, open_checkpoint, read_params, write_checkpoint
+from pistar.training.checkpoint_writer import as_tree, write_checkpoint
+from pistar.training.checkpoints import open_checkpoint, read_params
 from pistar.training.contract import Contract, read_contract
 from pistar.training.conversion import Wanted, convert, find_dialect
 from pistar.training.dialect_notes import differences
@@ -420,7 +421,8 @@ def test_merged_and_rounded_weights_are_compared_before_and_after_the_rounding(
 
 def without_the_sum_over_heads(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, *, alpha: float) -> np.ndarray:
     """The merge one would write down who did not look."""
-    return w.astype(np.float32) + alpha / a.shape[-1] * (a.astype(np.float32) @ b.astype(np.float32))
+    merged: np.ndarray = w.astype(np.float32) + alpha / a.shape[-1] * (a.astype(np.float32) @ b.astype(np.float32))
+    return merged
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

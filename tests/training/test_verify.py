@@ -17,7 +17,7 @@ from pistar.data.safetensors_file import write_safetensors
 from pistar.errors import UserError
 from pistar.models.tokenizer import TINY_TOKENIZER, load_tokenizer
 from pistar.presets import MODELS
-from pistar.training.checkpoints import write_checkpoint
+from pistar.training.checkpoint_writer import write_checkpoint
 from pistar.training.contract import Contract
 from pistar.training.verify import VerifyReport, verify
 
@@ -35,7 +35,7 @@ def write(pi0: Path, openpi_goldens: Path, tmp_path: Path, monkeypatch: pytest.M
     """Writes the golden π₀ with a contract, after changes to its parameters, its contract or its contract's model."""
 
     # Our own writer refuses broken parameters; others do not.
-    monkeypatch.setattr("pistar.training.checkpoints._parameter_problems", lambda contract, params: [])
+    monkeypatch.setattr("pistar.training.checkpoint_writer._parameter_problems", lambda contract, params: [])
 
     def written(params: dict[str, np.ndarray] | None = None, **changes: object) -> Path:
         stats = load_norm_stats(pi0 / "assets/trossen/norm_stats.json")

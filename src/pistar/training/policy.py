@@ -25,8 +25,10 @@ from pistar.models.tokenizer import (
     check_vocab,
     load_tokenizer,
 )
-from pistar.training.checkpoints import Checkpoint, Weights, load_into, not_finite, open_checkpoint
+from pistar.training.checkpoint_writer import not_finite
+from pistar.training.checkpoints import Checkpoint, Weights, open_checkpoint
 from pistar.training.contract import Contract, read_contract
+from pistar.training.loading import load_into
 from pistar.types import Observation
 
 logger = logging.getLogger(__name__)
