@@ -116,7 +116,9 @@ def test_adapters_are_told_and_their_alpha_is_marked_as_assumed(
     (path / "contract.json").unlink()
     report = verify(path)
     assert report.problems == []
-    assert report.facts["vlm"].endswith("LoRA of rank 4, alpha 4 assumed, as OpenPI's")
+    assert report.facts["vlm"].endswith(
+        "LoRA of rank 4, alpha not in the weights: 4, the rank, when it acts; asked for when it is merged"
+    )
 
 
 def test_progress_is_told(pi0: Path) -> None:

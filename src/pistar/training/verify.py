@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pistar.config import GemmaConfig, Pi0Config
+from pistar.config import LORA_VARIANTS, GemmaConfig, Pi0Config, gemma_variant
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, ModelType, find_misfits, name_some
@@ -185,7 +185,7 @@ def _check_norm_stats(
 
 def _check_contract_file(checkpoint: Checkpoint) -> tuple[Contract | None, Check]:
     if checkpoint.contract is None:
-        return None, Check("contract", "none, as OpenPI writes none", absent=True)
+        return None, Check("contract", "none: only pistar writes one", absent=True)
     try:
         return read_contract(checkpoint.contract), Check("contract", "agrees with weights and norm stats")
     except UserError as error:
@@ -279,9 +279,13 @@ def _describe_expert(gemma: GemmaConfig, known: GemmaConfig | None) -> str:
     )
     if gemma.lora is None:
         return size
-    alpha = (
-        f"alpha {known.lora.alpha:g}" if known and known.lora else f"alpha {gemma.lora.alpha:g} assumed, as OpenPI's"
-    )
+    usual = LORA_VARIANTS.get(gemma_variant(gemma) or "")
+    if known and known.lora:
+        alpha = f"alpha {known.lora.alpha:g}"
+    elif usual is not None and usual.rank == gemma.lora.rank:
+        alpha = f"alpha {usual.alpha:g} assumed, as OpenPI's of this size have"
+    else:
+        alpha = f"alpha not in the weights: {gemma.lora.alpha:g}, the rank, when it acts; asked for when it is merged"
     return f"{size}; LoRA of rank {gemma.lora.rank}, {alpha}"
 
 
