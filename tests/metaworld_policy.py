@@ -15,7 +15,7 @@ from pistar.envs.rollout import Request
 from pistar.models.pi0 import init_params
 from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import get_config
-from pistar.training.checkpoints import write_checkpoint
+from pistar.training.checkpoint_writer import write_checkpoint
 from pistar.training.contract import Contract
 from pistar.training.offline import train
 from pistar.training.optimizers import AdamWConfig, CosineSchedule

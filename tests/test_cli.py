@@ -119,6 +119,14 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
         (["debgu"], "There is no preset 'debgu'; try debug"),
         (["debug", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["debug", "--batch-size", "0"], "batch_size is 0"),
+        (
+            ["--config", "rl_fold_bx"],
+            "--config is 'rl_fold_bx', which is neither a YAML file nor a preset; did you mean",
+        ),
+        (["--config=rl_fold_bx"], "did you mean rl_fold_box?"),
+        (["--config"], "--config is ''"),
+        (["--config", "mine.yaml"], "`pistar train` begins with a preset, and --config is none; `pistar presets`"),
+        (["--seed", "3", "debug"], "and --seed is none"),
     ],
 )
 def test_train_mistakes_are_one_line(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from pistar.training.conversion import Conversion, Wanted
+    from pistar.training.proof import Outputs
 
 Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
 
@@ -128,6 +129,10 @@ def _tell(path: str, done: "Conversion") -> None:
         table.add_row(same, "identical", f"statistics of {', '.join(proof.stats)}, number for number")
     if done.source.contract is not None:
         table.add_row(same, "carried along", "contract.json" + (", without the adapters" if proof.merged else ""))
+    merging = proof.merged_outputs
+    if merging is not None and merging.skipped is None:
+        told = f"merged, and not yet rounded, our own model's numbers move by up to {_moved(merging)}"
+        table.add_row(rounding, "outputs", told)
     table.add_row(*_outputs_row(done))
     for note in differences(done):
         table.add_row(Text("!", "yellow"), note.topic, Text(note.text))
@@ -141,5 +146,8 @@ def _outputs_row(done: "Conversion") -> tuple[Text, str, str]:
         return Text("·"), "outputs", f"our own model was not run on both: {outputs.skipped}"
     if outputs.difference == 0:
         return Text("=", "green"), "outputs", "our own model puts out the same numbers, bit for bit"
-    moved = f"{outputs.difference:.1e}, the largest being {outputs.largest:.2g}"
-    return Text("≈", "yellow"), "outputs", f"our own model's numbers move by up to {moved}"
+    return Text("≈", "yellow"), "outputs", f"our own model's numbers move by up to {_moved(outputs)}"
+
+
+def _moved(outputs: "Outputs") -> str:
+    return f"{outputs.difference:.1e}, the largest being {outputs.largest:.2g}"

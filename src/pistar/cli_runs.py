@@ -49,9 +49,12 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
     from pistar.training.migrating import flags_as_ours
 
     args, notes = flags_as_ours(args, list_configs())
-    if not args or args[0].startswith("-"):
+    asked = "--help" in args or "-h" in args
+    if not args or (asked and args[0].startswith("-")):
         parser.print_help()
-        sys.exit(0 if "--help" in args or "-h" in args else 2)
+        sys.exit(0 if asked else 2)
+    if args[0].startswith("-"):
+        raise UserError(f"`{parser.prog}` begins with a preset, and {args[0]} is none; `pistar presets` lists them.")
     options, rest = parser.parse_known_args(args)
     config = get_config(options.preset)
     if options.config is not None:
@@ -60,7 +63,7 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {note}", markup=False)
     if options.lora:
         config = with_lora(config)
-    if "--help" in rest or "-h" in rest:
+    if asked:
         parser.print_help()
     config = tyro.cli(
         RLTrainConfig,

@@ -66,6 +66,12 @@ def test_a_truncated_file_is_refused(pytorch_goldens: Path, tmp_path: Path, size
         SafetensorsFile(tmp_path / "f")
 
 
+def test_a_file_that_git_lfs_has_not_fetched_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14478672384\n")
+    with pytest.raises(UserError, match=r"f is only a pointer to the file, .* run `git lfs pull`"):
+        SafetensorsFile(tmp_path / "f")
+
+
 def with_table(path: Path, table: object, data: bytes) -> Path:
     header = json.dumps(table).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)

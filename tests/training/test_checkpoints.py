@@ -24,16 +24,11 @@ from pistar.errors import UserError
 from pistar.models.inspect import infer_config
 from pistar.models.pi0 import param_shapes
 from pistar.presets import MODELS
-from pistar.training import checkpoints
-from pistar.training.checkpoints import (
-    iter_params,
-    load_into,
-    open_checkpoint,
-    param_metadata,
-    read_params,
-    write_checkpoint,
-)
+from pistar.training import checkpoint_writer
+from pistar.training.checkpoint_writer import write_checkpoint
+from pistar.training.checkpoints import iter_params, open_checkpoint, param_metadata, read_params
 from pistar.training.contract import Contract, read_contract
+from pistar.training.loading import load_into
 
 
 @pytest.fixture(scope="session")
@@ -363,7 +358,7 @@ def test_a_failure_half_way_leaves_nothing_and_harms_nothing(
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoints, stage, fail)
+    monkeypatch.setattr(checkpoint_writer, stage, fail)
     with pytest.raises(OSError, match="disk full"):
         write(step=8)
     with pytest.raises(OSError, match="disk full"):
@@ -376,12 +371,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pistar.data.norm_stats import load_norm_stats
-from pistar.training import checkpoints
+from pistar.training import checkpoint_writer
+from pistar.training.checkpoints import read_params
 from pistar.training.contract import read_contract
 run, source = map(Path, sys.argv[1:])
-checkpoints.write_contract = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-checkpoints.write_checkpoint(
-    run, 8, checkpoints.read_params(source),
+checkpoint_writer.write_contract = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint_writer.write_checkpoint(
+    run, 8, read_params(source),
     {"trossen": load_norm_stats(source / "assets/trossen/norm_stats.json")}, read_contract(source / "contract.json"),
 )
 """

@@ -26,8 +26,9 @@ from pistar.errors import UserError
 from pistar.models.pytorch_names import EMBED_TOKENS, LM_HEAD, UNUSED, stays_float32
 from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import MODELS
-from pistar.training import conversion, dialect_writers, leaves, params_folder, proof
-from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
+from pistar.training import conversion, dialect_writers, leaves, merging, params_folder, proof
+from pistar.training.checkpoint_writer import as_tree, write_checkpoint
+from pistar.training.checkpoints import open_checkpoint, read_params
 from pistar.training.contract import Contract, read_contract
 from pistar.training.conversion import Wanted, convert, find_dialect
 from pistar.training.dialect_notes import differences
@@ -219,14 +220,25 @@ def test_blocks_of_any_size_make_the_same_checkpoint(
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process took at most")
 def test_a_large_checkpoint_is_converted_in_little_memory(tmp_path: Path) -> None:
-    """2 GB of weights, whose largest array has 1.2: in blocks, each written before the next is read."""
-    script = Path(__file__).parent.parent / "convert_in_little_memory.py"
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    """2 GB of weights: in blocks, each written before the next is read."""
+    script = str(Path(__file__).parent.parent / "convert_in_little_memory.py")
+
+    def run(folder: Path, *more: str) -> str:
+        done = subprocess.run([sys.executable, script, folder, *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(tmp_path / "orbax", "orbax")
+    measured = json.loads(run(tmp_path).splitlines()[-1])
+    shutil.rmtree(tmp_path)
     assert measured["gigabytes"] > 2
+    assert measured["orbax_gigabytes"] > 2
     assert max(measured["peaks"].values()) < 1.5, measured
-    shutil.rmtree(tmp_path / "torch")
+    # Ours are not even as large as the largest array, which has 1.2 GB …
+    assert measured["peaks"]["import"] < 0.6
+    assert measured["peaks"]["export"] < 0.6
+    # … and of what Orbax has in one piece there is that, and what it is unpacked from, which is no larger.
+    assert measured["peaks"]["export of Orbax's"] < (1.2 + 1.0) * measured["orbax_largest"], measured
 
 
 # --- Proof ------------------------------------------------------------------------------------------------------------
@@ -255,6 +267,19 @@ def test_the_model_is_not_run_where_it_does_not_fit(
     monkeypatch.setattr(proof, "_free_memory", lambda: 1e9)
     done = convert(openpi["pi0"], tmp_path / "out", Wanted("openpi-pytorch"))
     assert done.proof.outputs.skipped == "it takes 2.0 GB of memory and 1.0 are free"
+
+
+def test_a_containers_share_of_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit less what it has, where what it keeps of files does not count."""
+    monkeypatch.setattr(proof, "_CONTAINER", tmp_path)
+    whole = proof._free_memory()
+    assert whole > 1e8
+    (tmp_path / "memory.current").write_text("70000000\n")
+    (tmp_path / "memory.stat").write_text("anon 20000000\ninactive_file 50000000\nactive_file 1\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert proof._free_memory() > 1e8
+    (tmp_path / "memory.max").write_text("90000000\n")
+    assert proof._free_memory() == 70e6
 
 
 def test_a_tensor_that_is_not_what_went_in_is_found_and_nothing_appears(
@@ -384,6 +409,51 @@ def test_bfloat16_weights_are_merged_in_float32(ours: Callable[..., Path], tmp_p
     assert merged["PaliGemma/llm/final_norm/scale"].dtype == jnp.bfloat16
 
 
+def test_merged_and_rounded_weights_are_compared_before_and_after_the_rounding(
+    adapted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    done = convert(adapted("pi0"), tmp_path / "out", Wanted("openpi-pytorch", "bfloat16", merge_lora=True))
+    before, after = done.proof.merged_outputs, done.proof.outputs
+    assert before is not None
+    assert 0 < before.difference < 1e-5
+    assert 1e-4 < after.difference < proof.ROUNDING_TOLERANCE * after.largest
+
+
+def without_the_sum_over_heads(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, *, alpha: float) -> np.ndarray:
+    """The merge one would write down who did not look."""
+    merged: np.ndarray = w.astype(np.float32) + alpha / a.shape[-1] * (a.astype(np.float32) @ b.astype(np.float32))
+    return merged
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_adapters_merged_wrongly_are_refused_rounded_or_not(
+    adapted: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    """FFN scaled and attention's output by head: in the real comparison of outputs."""
+    monkeypatch.setattr(merging, "merge_adapter", without_the_sum_over_heads)
+    with pytest.raises(UserError, match=r"merged weights move an output by .* nothing was written"):
+        convert(adapted("pi0"), tmp_path / "out", Wanted("openpi", dtype, merge_lora=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_rounding_that_moves_merged_weights_too_far_is_refused(
+    adapted: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if bfloat16 were four bits coarser, so that only the second comparison can see it."""
+    astype = leaves.CastLeaf.blocks
+
+    def coarser(self: Any, *, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        for row, block in astype(self, whole=whole):
+            yield row, (block.view(np.uint16) & 0xFFE0).view(block.dtype)
+
+    monkeypatch.setattr(leaves.CastLeaf, "blocks", coarser)
+    with pytest.raises(
+        UserError, match=r"merged and rounded to bfloat16, .* more than 0\.05 of it; nothing was written"
+    ):
+        convert(adapted("pi0"), tmp_path / "out", Wanted("openpi", "bfloat16", merge_lora=True))
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_adapters_there_is_nothing_to_merge(openpi: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no adapters to merge; leave --merge-lora out"):
         converted(openpi["pi0"], tmp_path / "out", "openpi", merge_lora=True)
@@ -432,6 +502,14 @@ def test_a_truncated_file_is_refused(torch_file: Callable[..., Path], tmp_path: 
     refused(path.parent, tmp_path / "out", "bytes and its table speaks of")
 
 
+def test_weights_in_several_files_are_refused(torch_file: Callable[..., Path], tmp_path: Path) -> None:
+    folder = torch_file()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model-00002-of-00002.safetensors").touch()
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refused(folder, tmp_path / "out", r"has its weights in 2 parts \(model\.safetensors\.index\.json lists them\)")
+
+
 def test_both_tied_tensors_are_refused(torch_file: Callable[..., Path], tmp_path: Path) -> None:
     table = np.zeros((512, 64), np.float32)
     refused(torch_file(**{EMBED_TOKENS: table}), tmp_path / "out", "which are one tensor; OpenPI refuses such a file")
@@ -453,6 +531,24 @@ def test_a_file_that_is_not_exactly_a_pi0_is_refused(
     refused(torch_file(**{name: array}), tmp_path / "out", says)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda params: params.pop("state_proj/bias"), "state_proj/bias: missing; the checkpoint is incomplete"),
+        (lambda params: params.update({"value/bias": np.zeros(3)}), "value/bias: left over, which this model has no"),
+        (lambda params: params.update({"state_proj/bias": np.zeros(3)}), r"state_proj/bias \(3,\): of another shape"),
+    ],
+)
+def test_an_openpi_checkpoint_that_is_not_exactly_a_pi0_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    params: dict[str, Any] = dict(goldens.arrays("params_pi0_tiny"))
+    change(params)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "source/params", {"params": as_tree(params)})
+    refused(tmp_path / "source", tmp_path / "out", says, "openpi-pytorch")
+
+
 @pytest.mark.parametrize("left_out", [UNUSED, LM_HEAD])
 def test_either_tied_name_will_do_and_the_unused_head_need_not_be_there(
     torch_file: Callable[..., Path], pytorch_goldens: Path, tmp_path: Path, left_out: str
@@ -466,7 +562,7 @@ def test_either_tied_name_will_do_and_the_unused_head_need_not_be_there(
 def test_lerobots_settings_of_another_model_are_refused(pytorch_goldens: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(pytorch_goldens / "lerobot_pi05_tiny", tmp_path / "policy")
     shutil.copy(pytorch_goldens / "lerobot_pi0_tiny/model.safetensors", folder)
-    refused(folder, tmp_path / "out", "says pi05 and the weights are a pi0's")
+    refused(folder, tmp_path / "out", "say pi05 and the weights are a pi0's")
 
 
 def test_the_weights_tell_the_model_and_not_the_path(pytorch_goldens: Path, tmp_path: Path) -> None:
@@ -551,7 +647,7 @@ def test_a_contract_that_contradicts_the_weights_is_refused(ours: Callable[..., 
 
 
 def test_a_horizon_that_contradicts_the_contract_is_refused(ours: Callable[..., Path], tmp_path: Path) -> None:
-    says = "action_horizon is 50 but the policy was trained with 10; leave it out"
+    says = "action_horizon is 50 but the policy was trained with 10, by contract.json; leave it out"
     refused(ours("pi0_tiny"), tmp_path / "out", says, "lerobot", action_horizon=50)
 
 

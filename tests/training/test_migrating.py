@@ -13,7 +13,8 @@ from pistar.errors import UserError
 from pistar.presets import PRESETS, get_config, list_configs
 from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, load_config
-from pistar.training.migrating import ACRLPD, ACRLPD_FLAGS, RIPT, as_ours, flags_as_ours
+from pistar.training.migrating import as_ours, flags_as_ours
+from pistar.training.migrating_names import ACRLPD, ACRLPD_FLAGS, RIPT
 from pistar.training.optimizers import CosineSchedule
 
 RIPT_YAML = """
@@ -114,7 +115,62 @@ def test_the_sections_of_its_plan_are_understood_too() -> None:
         "algorithm": {"advantage_clip": 3.0, "standardise": True, "anchor": 0.05},
         "trackers": [],
     }
-    assert any(note.startswith("debug is left out: `pistar train --debug`") for note in notes)
+    assert "debug.verbose is left out: `pistar train --debug` tells more." in notes
+
+
+def test_the_file_that_its_plan_draws_is_taken_whole(tmp_path: Path) -> None:
+    """Every key of its COMPLETE_RL_TRAINING_PLAN's settings file."""
+    text = """
+model: {checkpoint_path: pi0, norm_stats_path: norm_stats.json}
+environment: {benchmark_name: libero_goal, task_id: 2, num_parallel_envs: 3, max_episode_length: 150}
+training: {num_rollouts: 10, num_epochs: 5, batch_size: 4, gradient_accumulation_steps: 2}
+optimizer: {type: AdamW, lr: 1e-5, weight_decay: 0.01, betas: [0.9, 0.99]}
+loss: {type: cfg_weighted, normalize_advantages: true, temperature: 0.7}
+logging: {log_dir: ./logs, log_every_n_steps: 10, save_checkpoints: true, save_every_n_epochs: 5}
+debug: {save_videos: true, save_loss_details: true, video_dir: films}
+"""
+    config, notes = loaded(tmp_path / "plan.yaml", text)
+    assert (config.checkpoint, str(config.data.norm_stats)) == ("pi0", "norm_stats.json")
+    assert (config.online.environment, config.online.environments, config.online.limit) == ("libero/goal/2", 3, 150)
+    assert (config.online.epochs, config.batch_size, config.gradient_accumulation) == (5.0, 4, 2)
+    assert (config.policy_optimizer.b1, config.policy_optimizer.b2, config.policy_optimizer.weight_decay) == (
+        0.9,
+        0.99,
+        0.01,
+    )
+    assert isinstance(config.algorithm, RiptConfig)
+    assert (config.algorithm.standardise, config.algorithm.beta) == (True, 0.7)
+    assert config.log_every == 10
+    told = {note.split(": ", 1)[1].split(" is ")[0] for note in notes}
+    assert {"loss.type", "training.num_rollouts", "logging.save_every_n_epochs", "debug.save_loss_details"} <= told
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_files_we_ship_are_taken(path: Path) -> None:
+    config = load_config(path, get_config(path.stem))
+    assert config.online.environment is not None
+
+
+def test_a_name_counts_only_in_its_section() -> None:
+    """A log's path is no checkpoint, a model's type no optimiser, and what training resumes is not W&B's."""
+    with pytest.raises(UserError, match=r"logging\.path is no setting .* did you mean model\.path or policy\.path\?"):
+        as_ours({"logging": {"path": "logs"}})
+    ours, notes = as_ours({"model": {"type": "pi0"}, "training": {"resume": True}, "logging": {"resume": True}})
+    assert ours == {}
+    assert notes == [
+        "model.type is left out: the weights tell π₀ from π₀.₅.",
+        "training.resume is left out: `pistar train … --resume` goes on with a run.",
+        "logging.resume is left out: metrics.jsonl is always written; W&B takes its own settings from its environment "
+        "variables.",
+    ]
+    with pytest.raises(
+        UserError, match=r"lr is no setting .* did you mean algo\.lr or training\.lr or optimizer\.lr\?"
+    ):
+        as_ours({"policy_path": "p", "lr": 1e-5})
+
+
+def test_no_wandb_means_no_tracker() -> None:
+    assert as_ours({"logging": {"use_wandb": False}})[0] == {"trackers": []}
 
 
 def test_one_task_of_a_suite_is_named_by_its_number() -> None:
@@ -133,6 +189,8 @@ def test_one_task_of_a_suite_is_named_by_its_number() -> None:
         ({"algo": {"use_val_init": True}}, r"algo\.use_val_init: True is not something pistar does; start states"),
         ({"optimizer": {"type": "SGD"}}, r"optimizer\.type: 'SGD' is not something .* AdamW"),
         ({"algo": {"lr": "fast"}}, r"algo\.lr is 'fast', which is no value for it"),
+        ({"debug": {"save_vidoes": True}}, r"debug\.save_vidoes is no setting .* did you mean save_videos\?"),
+        ({"optimizer": {"betas": [0.9]}}, r"optimizer\.betas is \[0\.9\], which is no value for it"),
         ({"acrlpd": {"num_critic": 4}}, r"acrlpd\.num_critic is no setting .* did you mean num_critics\?"),
     ],
 )
@@ -242,8 +300,8 @@ def names_of(config: object, prefix: str = "") -> set[str]:
 def test_every_name_on_our_side_exists() -> None:
     """Or a field is renamed one day, and those who come from elsewhere are sent to nowhere."""
     ript, acrlpd = names_of(PRESETS["ript_metaworld"]), names_of(PRESETS["rl_fold_box"])
-    assert {rule.ours for rule in RIPT.values() if rule.ours} <= ript
-    assert {rule.ours for rule in ACRLPD.values() if rule.ours} <= acrlpd
+    assert {rule.ours for names in RIPT.values() for rule in names.values() if rule.ours} <= ript
+    assert {rule.ours for names in ACRLPD.values() for rule in names.values() if rule.ours} <= acrlpd
     flags = {flag.removeprefix("--").replace("-", "_") for flag in ACRLPD_FLAGS.values() if flag}
     assert flags - {"dry_run"} <= acrlpd
 

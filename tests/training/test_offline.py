@@ -29,7 +29,8 @@ from pistar.data.robots import example_observation, find_robot
 from pistar.data.source import ChunkSource
 from pistar.errors import UserError
 from pistar.models.pi0 import param_shapes
-from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
+from pistar.training.checkpoint_writer import write_checkpoint
+from pistar.training.checkpoints import open_checkpoint, read_params
 from pistar.training.config import BcConfig, RLTrainConfig, load_config
 from pistar.training.contract import read_contract
 from pistar.training.metrics import read_metrics

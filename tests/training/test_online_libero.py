@@ -14,7 +14,7 @@ from pistar.data.norm_stats import NormStats, norm_stats_hash
 from pistar.models.pi0 import init_params
 from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import MODELS, get_config
-from pistar.training.checkpoints import write_checkpoint
+from pistar.training.checkpoint_writer import write_checkpoint
 from pistar.training.contract import Contract
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train

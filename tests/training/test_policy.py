@@ -16,7 +16,8 @@ from pistar.data.robots import aloha_state_to_model, find_robot, input_transform
 from pistar.data.transforms import Data
 from pistar.errors import UserError
 from pistar.models.tokenizer import load_tokenizer
-from pistar.training.checkpoints import open_checkpoint, read_params, write_checkpoint
+from pistar.training.checkpoint_writer import write_checkpoint
+from pistar.training.checkpoints import open_checkpoint, read_params
 from pistar.training.contract import Contract, read_contract
 from pistar.training.policy import Policy, agree_contract, load_policy
 from pistar.training.verify import verify
@@ -212,7 +213,7 @@ def test_weights_with_nan_are_neither_written_nor_served(ours: Path, tmp_path: P
         write_checkpoint(tmp_path, 1, params, {"trossen": stats}, contract)
     assert not (tmp_path / "1").exists()
     with pytest.MonkeyPatch.context() as patch:  # as another program would write it
-        patch.setattr("pistar.training.checkpoints._parameter_problems", lambda contract, params: [])
+        patch.setattr("pistar.training.checkpoint_writer._parameter_problems", lambda contract, params: [])
         broken = write_checkpoint(tmp_path, 1, params, {"trossen": stats}, contract)
     with pytest.raises(UserError, match=r"state_proj/bias has NaN or Inf; .* take an earlier checkpoint"):
         load_policy(broken)

@@ -17,7 +17,7 @@ from pistar.data.safetensors_file import write_safetensors
 from pistar.errors import UserError
 from pistar.models.tokenizer import TINY_TOKENIZER, load_tokenizer
 from pistar.presets import MODELS
-from pistar.training.checkpoints import write_checkpoint
+from pistar.training.checkpoint_writer import write_checkpoint
 from pistar.training.contract import Contract
 from pistar.training.verify import VerifyReport, verify
 
@@ -35,7 +35,7 @@ def write(pi0: Path, openpi_goldens: Path, tmp_path: Path, monkeypatch: pytest.M
     """Writes the golden π₀ with a contract, after changes to its parameters, its contract or its contract's model."""
 
     # Our own writer refuses broken parameters; others do not.
-    monkeypatch.setattr("pistar.training.checkpoints._parameter_problems", lambda contract, params: [])
+    monkeypatch.setattr("pistar.training.checkpoint_writer._parameter_problems", lambda contract, params: [])
 
     def written(params: dict[str, np.ndarray] | None = None, **changes: object) -> Path:
         stats = load_norm_stats(pi0 / "assets/trossen/norm_stats.json")
@@ -116,7 +116,9 @@ def test_adapters_are_told_and_their_alpha_is_marked_as_assumed(
     (path / "contract.json").unlink()
     report = verify(path)
     assert report.problems == []
-    assert report.facts["vlm"].endswith("LoRA of rank 4, alpha 4 assumed, as OpenPI's")
+    assert report.facts["vlm"].endswith(
+        "LoRA of rank 4, alpha not in the weights: 4, the rank, when it acts; asked for when it is merged"
+    )
 
 
 def test_progress_is_told(pi0: Path) -> None:
@@ -191,8 +193,8 @@ def test_foreign_misfitting_and_strangely_typed_parameters_are_named(write: Call
         }
     )
     extra, size, dtype = verify(path).problems
-    assert extra.startswith("extra/kernel: not part of this model")
-    assert size.startswith("state_proj/bias: of another size")
+    assert extra.startswith("extra/kernel: left over, which this model has no place for")
+    assert size.startswith("state_proj/bias (5,): of another shape")
     assert dtype.startswith("action_out_proj/bias: neither float32 nor bfloat16")
 
 

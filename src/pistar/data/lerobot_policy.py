@@ -5,7 +5,7 @@ Written in the form of LeRobot 0.4.4, which 0.6.1 loads too; the other way round
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +17,15 @@ from pistar.data.safetensors_file import SafetensorsFile, write_safetensors
 from pistar.errors import UserError
 
 CONFIG_FILE = "config.json"
+CARRIED_FILE = "lerobot.json"
+"""Ours: what another dialect has no place for, kept beside its weights for the way back."""
 TOKENIZER = "google/paligemma-3b-pt-224"
 """By its name on the hub, which is how LeRobot knows it."""
 _PREPROCESSOR, _POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 _FEATURES = {"state": "observation.state", "actions": "action"}
 _IMAGES = "observation.images."
+_EMPTY_CAMERA = "empty_camera_"
+_RENAME = "rename_observations_processor"
 _NORMS: dict[Norm, str] = {"zscore": "MEAN_STD", "quantile": "QUANTILES"}
 _EPSILON = 1e-8
 """What LeRobot adds to a deviation, and puts in place of quantiles that coincide."""
@@ -39,6 +43,8 @@ class LeRobotPolicy:
     norm: Norm
     relative_actions: bool
     """LeRobot 0.6's own way of making actions relative to the state."""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Observations that get another name before the policy sees them: its cameras, for one."""
 
 
 def says_lerobot(folder: Path) -> bool:
@@ -71,17 +77,37 @@ def read_policy(folder: Path) -> LeRobotPolicy:
             f"{folder / CONFIG_FILE} normalises state and actions by {name}; OpenPI's models know "
             f"{' or '.join(names)}, the same for both: train with one of these."
         )
-    cameras = tuple(
-        key.removeprefix(_IMAGES) for key in (settings.get("input_features") or {}) if key.startswith(_IMAGES)
-    )
+    inputs: Mapping[str, Any] = settings.get("input_features") or {}
+    pictures = [key for key, feature in inputs.items() if key.startswith(_IMAGES) or "VISUAL" in feature.values()]
     return LeRobotPolicy(
         kind=kind,
-        cameras=cameras,
+        cameras=tuple(key.removeprefix(_IMAGES) for key in pictures),
         action_horizon=int(settings.get("chunk_size") or 50),
         max_token_len=int(settings.get("tokenizer_max_length") or (200 if kind == "pi05" else 48)),
         norm=names[name],
         relative_actions=bool(settings.get("use_relative_actions", False)),
+        renamed=dict((_step(folder, _RENAME) or {}).get("config", {}).get("rename_map") or {}),
     )
+
+
+def carry_policy(folder: Path, policy: LeRobotPolicy) -> None:
+    """Keep the settings in a folder of another dialect."""
+    _write_json(folder / CARRIED_FILE, dataclasses.asdict(policy))
+
+
+def read_carried(folder: Path) -> LeRobotPolicy | None:
+    """What was kept there, if anything."""
+    path = folder / CARRIED_FILE
+    if not path.exists():
+        return None
+    content = _read_json(path)
+    try:
+        found = LeRobotPolicy(**content | {"cameras": tuple(map(str, content["cameras"]))})
+        if found.kind in ("pi0", "pi05") and found.norm in _NORMS and found.action_horizon > 0 < found.max_token_len:
+            return found
+    except (KeyError, TypeError):
+        pass
+    raise UserError(f"{path} is not as pistar wrote it; restore it, or delete it to go without.")
 
 
 def stats_file(folder: Path) -> Path | None:
@@ -99,7 +125,6 @@ def read_stats(folder: Path) -> dict[str, NormStats]:
             f"{folder} has no statistics ({_PREPROCESSOR}.json and its safetensors); without them the robot gets "
             "actions in the wrong units, so copy the whole folder."
         )
-    epsilon = float(step.get("config", {}).get("eps", _EPSILON))
     file = SafetensorsFile(path)
     stats = {}
     for key, feature in _FEATURES.items():
@@ -112,7 +137,7 @@ def read_stats(folder: Path) -> dict[str, NormStats]:
             raise UserError(
                 f"{path} has no mean and std of {feature}; compute the dataset's statistics and save again."
             )
-        stats[key] = _from_lerobot(arrays, epsilon)
+        stats[key] = _from_lerobot(arrays, _epsilon(step))
     return stats
 
 
@@ -151,12 +176,36 @@ def agree(stats: Mapping[str, NormStats], folder: Path) -> bool:
     return set(_FEATURES) <= set(stats)
 
 
+def read_divisors(folder: Path, norm: Norm) -> dict[str, np.ndarray]:
+    """What LeRobot divides state and actions by, epsilon and all."""
+    step, path = _normalizer(folder), stats_file(folder)
+    if step is None or path is None or not path.exists():
+        return {}
+    file, divisors = SafetensorsFile(path), {}
+    for key, feature in _FEATURES.items():
+        if norm == "zscore":
+            divisors[key] = file.read(f"{feature}.std") + np.float32(_epsilon(step))
+        else:
+            spread = file.read(f"{feature}.q99") - file.read(f"{feature}.q01")
+            divisors[key] = np.where(spread == 0, np.float32(_epsilon(step)), spread)
+    return divisors
+
+
+def _epsilon(step: Mapping[str, Any]) -> float:
+    return float(step.get("config", {}).get("eps", _EPSILON))
+
+
 def _normalizer(folder: Path) -> dict[str, Any] | None:
+    return _step(folder, "normalizer_processor")
+
+
+def _step(folder: Path, name: str) -> dict[str, Any] | None:
+    """Of the preprocessor."""
     path = folder / f"{_PREPROCESSOR}.json"
     if not path.exists():
         return None
     steps = _read_json(path).get("steps", [])
-    return next((step for step in steps if step.get("registry_name") == "normalizer_processor"), None)
+    return next((step for step in steps if step.get("registry_name") == name), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -200,11 +249,14 @@ def write_policy(
     state_dim: int,
     action_dim: int,
     dtype: DType,
+    cameras: Sequence[str] | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> None:
-    """Everything of such a folder but the weights."""
+    """Everything of such a folder but the weights. `cameras` are LeRobot's names of the model's, and `renamed` as in
+    `LeRobotPolicy`."""
     check_norm_stats(stats, norm)
     visual = {"type": "VISUAL", "shape": [3, model.image_size, model.image_size]}
-    inputs = {f"{_IMAGES}{camera}": visual for camera in model.cameras}
+    inputs = {_feature(camera): visual for camera in cameras or model.cameras}
     inputs[_FEATURES["state"]] = {"type": "STATE", "shape": [state_dim]}
     outputs = {_FEATURES["actions"]: {"type": "ACTION", "shape": [action_dim]}}
     norm_map = {"VISUAL": "IDENTITY", "STATE": _NORMS[norm], "ACTION": _NORMS[norm]}
@@ -230,7 +282,7 @@ def write_policy(
         tokenizer_name=TOKENIZER,
     )
     device = step("device_processor", device="cpu", float_dtype=None)
-    first = [step("rename_observations_processor", rename_map={}), step("to_batch_processor")]
+    first = [step(_RENAME, rename_map=dict(renamed or {})), step("to_batch_processor")]
     if model.pi05:  # the state is written into the prompt, so it is scaled before
         before = [*first, normalise, step("pi05_prepare_state_tokenizer_processor_step"), tokenise, device]
     else:
@@ -243,6 +295,11 @@ def write_policy(
                 write_safetensors(folder / entry["state_file"], arrays)
         _write_json(folder / f"{name}.json", {"name": name, "steps": steps})
     _write_json(folder / CONFIG_FILE, _settings(model, inputs, outputs, norm_map, dtype))
+
+
+def _feature(camera: str) -> str:
+    """LeRobot's full name of a camera; a few datasets have one that is not among the images."""
+    return camera if camera.startswith("observation.") else _IMAGES + camera
 
 
 def _settings(
@@ -276,7 +333,7 @@ def _settings(
         "max_period": 4.0,
         "rtc_config": None,
         "image_resolution": [model.image_size, model.image_size],
-        "empty_cameras": 0,
+        "empty_cameras": sum(name.startswith(_IMAGES + _EMPTY_CAMERA) for name in inputs),
         "normalization_mapping": dict(norm_map),
         "gradient_checkpointing": False,
         "compile_model": False,

@@ -67,6 +67,16 @@ class Robot:
         return sum(self.state_keys.values())
 
     @property
+    def lerobot_cameras(self) -> dict[str, str]:
+        """From the model's cameras to their names in its usual LeRobot datasets, without those that these lack."""
+        columns = flatten(self.repack)
+        return {
+            slot: str(columns[path]).removeprefix("observation.images.")
+            for slot, path in self.cameras.items()
+            if path in columns
+        }
+
+    @property
     def changes_joints(self) -> bool:
         """Whether the model knows its joints by other numbers than it does itself."""
         ways = (self.state_to_model, self.actions_to_model, self.actions_from_model)

@@ -23,6 +23,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "BF16": np.dty
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _ANOTHER_COPY = "it is truncated or damaged, copy or download it again."
 _METADATA = "__metadata__"
+_LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that was cloned without its content."""
 _LONGEST_HEADER = 100_000_000  # as the package itself allows
 
 
@@ -70,7 +72,14 @@ class SafetensorsFile:
 def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(len(_LFS_POINTER))
+        if first == _LFS_POINTER:
+            raise UserError(
+                f"{path} is only a pointer to the file, which Git LFS has not fetched; run `git lfs pull` in its "
+                "repository, or download the file itself."
+            )
+        file.seek(8)
+        length = int.from_bytes(first[:8], "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             raise UserError(f"{path} is no safetensors file, or only the beginning of one; {_ANOTHER_COPY}")
         raw = file.read(length)

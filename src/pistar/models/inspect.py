@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from pistar.config import GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
@@ -80,6 +80,47 @@ def config_differences(ours: Pi0Config, theirs: Pi0Config) -> list[tuple[str, ob
     return [
         (field, mine.get(field), yours.get(field)) for field in fields if mine.get(field) != yours.get(field)
     ]  # a missing field is an adapter that only one of them has
+
+
+@dataclasses.dataclass(frozen=True)
+class Misfits:
+    """Where parameters are not those of a model, by name."""
+
+    missing: list[str]
+    left_over: list[str]
+    """That the model has no place for."""
+    misshapen: dict[str, tuple[int, ...]]
+    """And the shape they have."""
+
+    def problems(self, whole: str = "checkpoint") -> list[str]:
+        """In words; `whole` is what they all lie in."""
+        shapes = [f"{name} {shape}" for name, shape in self.misshapen.items()]
+        words = {
+            f"missing; the {whole} is incomplete, copy it again": self.missing,
+            "left over, which this model has no place for; it is another model, or another writer added to it": (
+                self.left_over
+            ),
+            "of another shape than the rest of the model needs; "
+            f"the {whole} is a mixture of two, copy it again": shapes,
+        }
+        return [f"{name_some(names)}: {what}." for what, names in words.items() if names]
+
+
+def find_misfits(expected: Shapes, found: Shapes) -> Misfits:
+    """What has to be empty for parameters of these shapes to be the expected ones, all of them and no others."""
+    return Misfits(
+        missing=[name for name in expected if name not in found],
+        left_over=[name for name in found if name not in expected],
+        misshapen={
+            name: tuple(shape) for name, shape in found.items() if name in expected and tuple(shape) != expected[name]
+        },
+    )
+
+
+def name_some(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
 
 
 def _infer_expert(shapes: Shapes, suffix: str) -> GemmaConfig:

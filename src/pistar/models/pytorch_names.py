@@ -15,6 +15,7 @@ import numpy as np
 
 from pistar.config import GemmaConfig, Pi0Config, SiglipConfig
 from pistar.errors import UserError
+from pistar.models.inspect import find_misfits
 from pistar.models.pi0 import param_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -232,22 +233,9 @@ def check_torch_names(shapes: Shapes, config: Pi0Config, *, both_tied: bool) -> 
         )
     expected = {tensor.name: tensor.shape for tensor in torch_tensors(config, "both")}
     optional = {UNUSED: unused_shape(config), LM_HEAD: expected.pop(LM_HEAD), EMBED_TOKENS: expected.pop(EMBED_TOKENS)}
-    _refuse([name for name in expected if name not in shapes], "missing; the file is incomplete, copy it again")
-    everything = expected | optional
-    _refuse(
-        [name for name in shapes if name not in everything],
-        "left over, which this model has no place for; it is another model, or another writer added to it",
-    )
-    _refuse(
-        [f"{name} {shape}" for name, shape in shapes.items() if tuple(shape) != everything[name]],
-        "of another shape than the rest of the model needs; the file is a mixture of two, copy it again",
-    )
-
-
-def _refuse(names: list[str], what: str) -> None:
-    if names:
-        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise UserError(f"{', '.join(names[:3])}{rest}: {what}.")
+    expected |= {name: shape for name, shape in optional.items() if name in shapes}
+    if problems := find_misfits(expected, shapes).problems("file"):
+        raise UserError(problems[0])
 
 
 def _layers(shapes: Shapes, prefix: str) -> int:

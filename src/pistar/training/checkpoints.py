@@ -1,8 +1,8 @@
-"""Checkpoints: read whole or leaf by leaf, written whole or not at all, loaded without guessing.
+"""Checkpoints opened and read, whole or leaf by leaf.
 
 They are OpenPI's (JAX). Those of PyTorch, OpenPI's and LeRobot's, are read as if they were.
 Arrays are read with tensorstore rather than Orbax: one leaf at a time, and a damaged file gives one exception instead
-of a page of tracebacks from Orbax's event loop. Orbax writes them.
+of a page of tracebacks from Orbax's event loop. Orbax writes them, see checkpoint_writer.
 """
 
 import contextlib
@@ -12,32 +12,28 @@ import json
 import math
 import os
 import re
-import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from pistar.config import Pi0Config
 from pistar.data import lerobot_policy
-from pistar.data.norm_stats import Norm, NormStats, load_norm_stats, save_norm_stats
+from pistar.data.norm_stats import Norm, NormStats, load_norm_stats
 from pistar.errors import UserError
-from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config, is_lora, model_type
-from pistar.models.pi0 import Params, param_shapes
-from pistar.training.contract import CONTRACT_FILE, Contract, read_contract, write_contract
-from pistar.training.hosts import in_step, is_leader, meet, several
+from pistar.models.inspect import (
+    infer_config,
+)
+from pistar.training.contract import CONTRACT_FILE, read_contract
 from pistar.training.leaves import Leaf, block_rows
 from pistar.training.pytorch_weights import WEIGHTS_FILE, Dialect, TorchWeights, open_torch_weights
-from pistar.types import AnyArray
 
 Weights = Literal["serving", "raw"]
 """What OpenPI serves (the EMA, when the run kept one), or what the optimiser last wrote."""
@@ -99,16 +95,40 @@ class Checkpoint:
 
     @property
     def model(self) -> Pi0Config:
-        """As the weights tell, and LeRobot's settings where there are any; see NOT_IN_WEIGHTS for the rest."""
+        """As the weights tell, and settings beside them where there are any; see NOT_IN_WEIGHTS for the rest."""
         if self.torch is not None:
-            return self.torch.config
-        return infer_config({leaf.name: leaf.shape for leaf in self.leaves()})
+            config = self.torch.config
+        else:
+            config = infer_config({leaf.name: leaf.shape for leaf in self.leaves()})
+        said = self.lerobot
+        if said is None:
+            return config
+        if said.kind != config.model_type:
+            raise UserError(
+                f"LeRobot's settings in {self.step} say {said.kind} and the weights are a {config.model_type}'s; "
+                "they are not from one policy, copy both again."
+            )
+        return dataclasses.replace(config, action_horizon=said.action_horizon, max_token_len=said.max_token_len)
+
+    @functools.cached_property
+    def lerobot(self) -> lerobot_policy.LeRobotPolicy | None:
+        """LeRobot's settings: its own, or those that were carried along when it was converted."""
+        if self.step is None:
+            return None
+        if self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
+            return lerobot_policy.read_policy(self.step)
+        return lerobot_policy.read_carried(self.step)
+
+    @property
+    def horizon_known(self) -> bool:
+        """Whether the horizon of `model` is more than OpenPI's default."""
+        return self.lerobot is not None or (self.torch is not None and self.torch.horizon_known)
 
     @property
     def norm(self) -> Norm:
         """As LeRobot's settings say, else by OpenPI's rule; a contract knows better."""
-        if self.step is not None and self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
-            return lerobot_policy.read_policy(self.step).norm
+        if self.lerobot is not None:
+            return self.lerobot.norm
         return "quantile" if self.model.pi05 else "zscore"
 
     def read_norm_stats(self, asset_id: str) -> dict[str, NormStats]:
@@ -207,6 +227,12 @@ def _find(folder: Path, name: str, vision_heads: int | None) -> Checkpoint:
         return Checkpoint(params=folder / "params", step=folder)
     if folder.name == "params" or (folder / "_METADATA").exists() or (folder / "manifest.ocdbt").exists():
         return Checkpoint(params=folder, step=folder.parent if folder.name == "params" else None)
+    if (parts := sorted(folder.glob("model-*-of-*.safetensors"))) or (folder / f"{WEIGHTS_FILE}.index.json").exists():
+        raise UserError(
+            f"{name} has its weights in {len(parts) or 'several'} parts ({WEIGHTS_FILE}.index.json lists them), and "
+            f"pistar reads one {WEIGHTS_FILE}; save the model again in one, as with save_pretrained's "
+            'max_shard_size="100GB".'
+        )
     steps = _steps_below(folder, _DEPTH)
     if not steps:
         raise UserError(
@@ -363,225 +389,3 @@ def _unreadable(folder: Path, name: str, error: ValueError) -> UserError:
     # Tensorstore begins with the array, which we name ourselves, and ends with its spec, a screen of JSON.
     reason = re.sub(r'^.* in OCDBT database at local file "[^"]*": ', "", re.split(r" \[\w+=", str(error))[0])
     return UserError(f"{folder}: parameter {name} cannot be read ({reason}); {_ANOTHER_COPY}")
-
-
-# --- Writing ----------------------------------------------------------------------------------------------------------
-
-
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    params: Mapping[str, AnyArray],
-    norm_stats: Mapping[str, Mapping[str, NormStats]],
-    contract: Contract,
-    *,
-    train_state: object = None,
-    overwrite: bool = False,
-    before_it_appears: Callable[[], object] = lambda: None,
-    more: Callable[[Path], object] = lambda _: None,
-) -> Path:
-    """folder/<step> in OpenPI's layout plus contract.json, norm stats by asset id, and what `more` writes there. It
-    appears by one rename, whole."""
-    final = folder.absolute() / str(step)
-    if final.exists() and not overwrite:
-        raise UserError(f"{final} exists already; choose another folder, resume the run, or overwrite.")
-    weights = infer_config({name: param.shape for name, param in params.items()})
-    problems = contract.problems(weights, norm_stats.get(contract.asset_id))
-    problems += _parameter_problems(contract, params)
-    if problems:
-        raise UserError(f"{final} is not written: {'; '.join(problems)}.")
-
-    folder.mkdir(parents=True, exist_ok=True)
-    prefix = f".{step}.unfinished-"  # hidden: neither OpenPI nor we take it for a step
-    with _work_folder(final.parent, prefix) as work:
-        whole = work / "checkpoint"
-        _save_arrays(whole, params, train_state)
-        if is_leader():
-            for asset_id, asset in norm_stats.items():
-                save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
-            write_contract(whole / CONTRACT_FILE, contract)
-            more(whole)
-            before_it_appears()
-            _appear(whole, final, work / "replaced")
-    if is_leader():
-        # What a killed run left behind. Only now: until here it may hold the last whole copy of this step.
-        for leftover in final.parent.glob(f"{prefix}*"):
-            shutil.rmtree(leftover)
-    meet(f"{final} is there")
-    return final
-
-
-@contextlib.contextmanager
-def _work_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """To write in, and gone afterwards. Several hosts have one together."""
-    if not several():
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as work:
-            yield Path(work)
-        return
-    shared = parent / f"{prefix}hosts"
-    if is_leader():
-        shutil.rmtree(shared, ignore_errors=True)
-        shared.mkdir()
-    meet(f"{shared} is empty")
-    yield shared
-
-
-def _appear(whole: Path, final: Path, replaced: Path) -> None:
-    if final.exists():
-        final.rename(replaced)
-    try:
-        whole.rename(final)
-    except OSError:
-        if replaced.exists():  # or it would go with the work folder
-            replaced.rename(final)
-        raise
-
-
-def _parameter_problems(contract: Contract, params: Mapping[str, AnyArray]) -> list[str]:
-    expected = param_shapes(contract.model)
-    stray = sorted(expected.keys() ^ params.keys())
-    unlike = [name for name, p in params.items() if name in expected and p.shape != expected[name].shape]
-    return [
-        *(f"{name} is {'missing' if name in expected else 'no parameter of the model'}" for name in stray[:1]),
-        *(f"{name} has shape {params[name].shape}, not {expected[name].shape}" for name in unlike[:1]),
-        *(f"{name} has NaN or Inf; the training diverged" for name in not_finite(params)[:1]),
-    ]
-
-
-def not_finite(params: Mapping[str, AnyArray]) -> list[str]:
-    """Names of parameters with NaN or Inf in them."""
-    if all(isinstance(param, jax.Array) for param in params.values()):
-        sound = jax.device_get(_finite_check()(list(params.values())))
-    else:
-        sound = [bool(np.isfinite(param).all()) for param in params.values()]
-    return [name for name, fine in zip(params, sound, strict=True) if not fine]
-
-
-@functools.cache
-def _finite_check() -> Callable[[list[Any]], list[jax.Array]]:
-    """One program for all: hosts that share arrays run it together."""
-    return in_step("a look for NaN", jax.jit(lambda arrays: [jnp.isfinite(array).all() for array in arrays]))
-
-
-def _save_arrays(folder: Path, params: Mapping[str, AnyArray], train_state: object) -> None:
-    import orbax.checkpoint as ocp  # a second to import, and reading does without
-
-    items = {"params": ocp.args.PyTreeSave({"params": as_tree(params)})}
-    if train_state is not None:
-        items["train_state"] = ocp.args.PyTreeSave(train_state)
-    # Naming the processes makes Orbax meet through the coordinator, as `meet` does.
-    hosts = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())) if several() else None)
-    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=hosts))
-    with ocp.Checkpointer(handler, multiprocessing_options=hosts) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.Composite(**items))
-    for marker in folder.rglob("commit_success.txt") if is_leader() else ():
-        marker.unlink()  # newer than OpenPI's Orbax, and it names the folder we are about to rename
-
-
-def as_tree(params: Mapping[str, AnyArray]) -> dict[str, Any]:
-    """Nested as OpenPI's: a name's parts, then NNX's "value"."""
-    host = jax.local_devices(backend="cpu")[0]
-    tree: dict[str, Any] = {}
-    for name, param in params.items():
-        node = tree
-        for part in name.split("/"):
-            node = node.setdefault(part, {})
-        # Only for jax arrays does Orbax write all the files that OpenPI's has.
-        node["value"] = param if isinstance(param, jax.Array) else jax.device_put(param, host)
-    return tree
-
-
-# --- Loading into a model ---------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadReport:
-    """What became of every parameter, by name."""
-
-    taken: tuple[str, ...]
-    """From the checkpoint."""
-    filled: tuple[str, ...]
-    """Adapters the checkpoint has not: drawn afresh."""
-    left_out: tuple[str, ...]
-    """In the checkpoint, and dropped because the caller said so."""
-
-    def __str__(self) -> str:
-        return f"{len(self.taken)} parameters taken, {len(self.filled)} filled, {len(self.left_out)} left out"
-
-
-def load_into(
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    params: Mapping[str, AnyArray] | Mapping[str, Leaf],
-    *,
-    fill: Callable[[tuple[str, ...]], Mapping[str, AnyArray]] | None = None,
-    drop: str | None = None,
-    place: Callable[[str], Array] | None = None,
-) -> tuple[Params, LoadReport]:
-    """A checkpoint's parameters for a model of these shapes, in the model's dtypes. All fits, or nothing is loaded.
-
-    `fill` draws the named adapters from the model's own initialisation; `drop` is a regular expression that a whole
-    name must match for the parameter to be left behind; `place` brings one to its devices (None: to the first).
-    """
-    left_out = tuple(name for name in params if drop is not None and re.fullmatch(drop, name))
-    given = {name: param for name, param in params.items() if name not in left_out}
-    missing = [name for name in shapes if name not in given]
-    _refuse_another_model(shapes, given)
-    _refuse(
-        [name for name in missing if fill is None or not is_lora(name)],
-        "the model's parameters {} are not in the checkpoint",
-        "use the config it was trained with" + ("" if fill else " (only adapters can be filled, if you give `fill`)"),
-    )
-    _refuse(
-        [name for name in given if name not in shapes and is_lora(name)],
-        "the adapters {} in the checkpoint have no place in a model without LoRA",
-        "dropping them would lose what they learned: merge them first, or use a LoRA config",
-    )
-    _refuse(
-        [name for name in given if name not in shapes],
-        "the checkpoint's parameters {} have no place in the model",
-        "use the config it was trained with, or name them in `drop`",
-    )
-    filled = tuple(missing)
-    drawn = dict(fill(filled)) if fill is not None and filled else {}
-
-    def put(name: str) -> Array:
-        if name in drawn:
-            return jnp.asarray(drawn[name].astype(shapes[name].dtype))
-        if place is not None:
-            return place(name)
-        source = given[name]
-        array = source.read() if isinstance(source, Leaf) else source
-        return jnp.asarray(array.astype(shapes[name].dtype))  # cast where the array is, before it travels
-
-    loaded = {name: put(name) for name in shapes}
-    return loaded, LoadReport(taken=tuple(name for name in shapes if name in given), filled=filled, left_out=left_out)
-
-
-def _refuse_another_model(shapes: Mapping[str, jax.ShapeDtypeStruct], given: Mapping[str, AnyArray | Leaf]) -> None:
-    ours, theirs = model_type(shapes), model_type(given)
-    if ours and theirs and ours != theirs:
-        raise UserError(
-            f"the checkpoint is a {MODEL_NAMES[theirs]} but the model is a {MODEL_NAMES[ours]}; "
-            f"set the config's pi05 to {theirs == 'pi05'}, or bring a {MODEL_NAMES[ours]} checkpoint."
-        )
-    unlike = [name for name, struct in shapes.items() if name in given and given[name].shape != struct.shape]
-    if not unlike:
-        return
-    try:
-        ours_config = infer_config({name: struct.shape for name, struct in shapes.items()})
-        theirs_config = infer_config({name: param.shape for name, param in given.items()})
-        differences = config_differences(ours_config, theirs_config)
-    except UserError:  # too little there to tell the sizes: then the shapes must do
-        differences = []
-    sizes = "; ".join(
-        f"{field} is {theirs} in the checkpoint and {ours} in the model" for field, ours, theirs in differences
-    )
-    first = unlike[0]
-    shape = f"{first} has shape {given[first].shape} in the checkpoint and {shapes[first].shape} in the model"
-    raise UserError(f"{sizes or shape}; {len(unlike)} parameters do not fit, use the config it was trained with.")
-
-
-def _refuse(names: Sequence[str], reason: str, remedy: str) -> None:
-    if names:
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise UserError(f"{reason.format(some)}; {remedy}.")

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import difflib
 import errno
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +19,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from pistar.config import DType, Pi0Config, gemma_variant
+from pistar.data.lerobot_policy import read_divisors
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
+from pistar.models.inspect import find_misfits
 from pistar.models.lora import adapter_names
 from pistar.models.pi0 import param_shapes
 from pistar.models.pytorch_names import stays_float32, torch_tensors
 from pistar.training.checkpoints import NORM_STATS_FILE, Checkpoint, open_checkpoint
 from pistar.training.contract import Contract, read_contract
-from pistar.training.dialect_writers import Written, write_dialect
+from pistar.training.dialect_writers import Written, size_on_disk, write_dialect
 from pistar.training.leaves import CastLeaf, Leaf
 from pistar.training.merging import has_adapters, merge_adapters, with_known_alphas
-from pistar.training.proof import MERGE_TOLERANCE, Outputs, Proof, Recorder, check_came_back, compare_outputs
+from pistar.training.proof import (
+    MERGE_TOLERANCE,
+    ROUNDING_TOLERANCE,
+    Outputs,
+    Proof,
+    Recorder,
+    check_came_back,
+    compare_outputs,
+)
 from pistar.training.pytorch_weights import Dialect
 
 Progress = Callable[[str, int, int], None]
@@ -76,6 +85,8 @@ class Source:
     """Whose statistics are the policy's; None if there are none, or several and nobody says."""
     norm: Norm
     horizon_known: bool
+    left_out: tuple[str, ...]
+    """Tensors with numbers in them that the model has no place for, as the file names them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +99,8 @@ class Conversion:
     config: Pi0Config
     """Of what was written."""
     proof: Proof
+    divisors: Mapping[str, np.ndarray]
+    """What LeRobot divides by, where it is one of the two."""
 
     @property
     def config_variants(self) -> tuple[str | None, str | None]:
@@ -106,16 +119,27 @@ def convert(
     with open_checkpoint(path, vision_heads=wanted.vision_heads) as checkpoint:
         source = _look(checkpoint, wanted)
         leaves, config = _as_wanted(source, wanted)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        size = size_on_disk(wanted.dialect, config, leaves)
         _check_space(out, size)
         with _written_or_not(out, size) as folder:
             recorder = Recorder(len(leaves), lambda done, total: progress("writing", done, total))
             watched = [recorder.watch(leaf) for leaf in leaves]
             asset = "" if source.asset_id is None else source.asset_id
-            written = Written(config, watched, source.stats, asset, source.norm, _contract(source, config))
+            written = Written(
+                config,
+                watched,
+                source.stats,
+                asset,
+                source.norm,
+                _contract(source, config),
+                checkpoint.lerobot,
+                source.horizon_known,
+            )
             write_dialect(folder, wanted.dialect, written)
             proof = _prove(folder, source, leaves, config, wanted, recorder.sums, progress)
-        return Conversion(out, source, wanted, config, proof)
+        where = out if wanted.dialect == "lerobot" else checkpoint.step if checkpoint.dialect == "lerobot" else None
+        divisors = {} if where is None else read_divisors(where, source.norm)
+        return Conversion(out, source, wanted, config, proof, divisors)
 
 
 # --- Before -----------------------------------------------------------------------------------------------------------
@@ -149,26 +173,35 @@ def _look(checkpoint: Checkpoint, wanted: Wanted) -> Source:
                 f"robot; {remedy}."
             )
         check_norm_stats(stats[asset_id], norm)
-    horizon_known = wanted.action_horizon is not None or contract is not None or checkpoint.dialect == "lerobot"
-    return Source(
-        checkpoint, contract, _complete(config, contract, wanted), leaves, stats, asset_id, norm, horizon_known
-    )
+    horizon_known = wanted.action_horizon is not None or contract is not None or checkpoint.horizon_known
+    left_out = () if checkpoint.torch is None else checkpoint.torch.left_out()
+    config = _complete(checkpoint, config, contract, wanted)
+    return Source(checkpoint, contract, config, leaves, stats, asset_id, norm, horizon_known, left_out)
 
 
-def _complete(config: Pi0Config, contract: Contract | None, wanted: Wanted) -> Pi0Config:
-    """The config with what no weight shows."""
+def _complete(checkpoint: Checkpoint, config: Pi0Config, contract: Contract | None, wanted: Wanted) -> Pi0Config:
+    """The config with what no weight shows: from the contract, else from settings beside the weights, else as said."""
     trained = contract.model if contract else None
-    if trained is not None:
-        unseen = ("action_horizon", "max_token_len", "cameras", "vlm", "expert")  # of the experts, α
-        shown = {name: getattr(trained, name) for name in unseen}
-        config = dataclasses.replace(config, **shown)
-        if wanted.action_horizon not in (None, trained.action_horizon):
+    said = config.action_horizon if checkpoint.horizon_known else None
+    horizons = {"contract.json": trained and trained.action_horizon, "the settings beside the weights": said}
+    known = {where: horizon for where, horizon in horizons.items() if horizon is not None}
+    if len(set(known.values())) > 1:
+        told = " and ".join(f"{horizon} by {where}" for where, horizon in known.items())
+        raise UserError(f"{checkpoint.step}: the action horizon is {told}; mend the one that is wrong.")
+    for where, horizon in known.items():
+        if wanted.action_horizon not in (None, horizon):
             raise UserError(
-                f"action_horizon is {wanted.action_horizon} but the policy was trained with {trained.action_horizon}; "
+                f"action_horizon is {wanted.action_horizon} but the policy was trained with {horizon}, by {where}; "
                 "leave it out."
             )
-    elif wanted.action_horizon is not None:
-        config = dataclasses.replace(config, action_horizon=wanted.action_horizon)
+    if trained is not None:
+        unseen = ("action_horizon", "max_token_len", "cameras", "vlm", "expert")  # of the experts, α
+        config = dataclasses.replace(config, **{name: getattr(trained, name) for name in unseen})
+    else:
+        cameras = (checkpoint.lerobot and checkpoint.lerobot.cameras) or config.cameras
+        config = dataclasses.replace(
+            config, action_horizon=wanted.action_horizon or config.action_horizon, cameras=cameras
+        )
     if wanted.merge_lora:
         config = with_known_alphas(config, trained, {"vlm": wanted.vlm_alpha, "expert": wanted.expert_alpha})
     return config
@@ -176,17 +209,8 @@ def _complete(config: Pi0Config, contract: Contract | None, wanted: Wanted) -> P
 
 def _check_complete(where: Path, leaves: Sequence[Leaf], config: Pi0Config) -> None:
     expected = {name: struct.shape for name, struct in param_shapes(config).items()}
-    found = {leaf.name: leaf.shape for leaf in leaves}
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
-            raise UserError(f"{where}: {name} is missing; the checkpoint is incomplete, copy it again.")
-        if name not in expected:
-            raise UserError(f"{where}: {name} is left over, which this model has no place for; leave it out.")
-        if found[name] != expected[name]:
-            raise UserError(
-                f"{where}: {name} has shape {found[name]} and the rest of the model needs {expected[name]}; "
-                "the checkpoint is a mixture of two, copy it again."
-            )
+    if problems := find_misfits(expected, {leaf.name: leaf.shape for leaf in leaves}).problems():
+        raise UserError(f"{where}: {problems[0]}")
 
 
 def _as_wanted(source: Source, wanted: Wanted) -> tuple[list[Leaf], Pi0Config]:
@@ -271,18 +295,32 @@ def _prove(
         check_came_back(
             target, sums, config, source.stats, acts_by, lambda done, total: progress("reading back", done, total)
         )
-        outputs = Outputs(0.0, 0.0, "not asked for")
+        outputs, before_rounding = Outputs(0.0, 0.0, "not asked for"), None
         if wanted.run_model:
             progress("running both", 0, 1)
+            if merged and rounded:
+                unrounded, _ = merge_adapters(source.leaves, source.config)
+                before_rounding = compare_outputs(source.leaves, source.config, unrounded, config)
             outputs = compare_outputs(source.leaves, source.config, target.leaves(), config)
-    if merged and not rounded and outputs.difference > MERGE_TOLERANCE * max(outputs.largest, 1.0):
+    if merged:
+        _check_merge(outputs if before_rounding is None else before_rounding)
+    if merged and rounded and not outputs.within(ROUNDING_TOLERANCE):
+        raise UserError(
+            f"merged and rounded to bfloat16, the weights move an output by {outputs.difference:.1e} of "
+            f"{outputs.largest:.2g}, more than {ROUNDING_TOLERANCE:g} of it; nothing was written: leave --dtype out, "
+            "and round where it is served."
+        )
+    changed = {*merged, *rounded}
+    same = tuple(leaf.name for leaf in leaves if leaf.name not in changed)
+    return Proof(same, rounded, merged, tuple(source.stats), outputs, before_rounding)
+
+
+def _check_merge(outputs: Outputs) -> None:
+    if not outputs.within(MERGE_TOLERANCE):
         raise UserError(
             f"the merged weights move an output by {outputs.difference:.1e} of {outputs.largest:.2g}; nothing was "
             "written: pistar is wrong, please report it."
         )
-    changed = {*merged, *rounded}
-    same = tuple(leaf.name for leaf in leaves if leaf.name not in changed)
-    return Proof(same, rounded, merged, tuple(source.stats), outputs)
 
 
 def _merged(source: Source, wanted: Wanted) -> tuple[str, ...]:

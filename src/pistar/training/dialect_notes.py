@@ -7,10 +7,14 @@ import dataclasses
 
 import numpy as np
 
-from pistar.data.lerobot_policy import TOKENIZER, read_policy, says_lerobot
+from pistar.data.lerobot_policy import CARRIED_FILE, TOKENIZER
 from pistar.data.norm_stats import EPSILON
+from pistar.models.pytorch_names import UNUSED
 from pistar.training.conversion import Conversion
 from pistar.training.pytorch_weights import Dialect
+
+_UNLIKE = 0.01
+"""From which part on a difference between two divisors is worth a word."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +77,13 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
             "its loss is over the robot's own action dimensions (OpenPI: all), its weight decay 0.01 (1e-10) (read).",
         ),
     ]
-    still = _still_dimensions(done)
-    if still:
+    unlike = _unlike_divisors(done)
+    if unlike:
         notes.append(
             Note(
                 "dimensions at rest",
-                f"{', '.join(still)} never moved in the data; should they, LeRobot divides by 1e-8 and OpenPI by "
-                f"{EPSILON:g}.",
+                f"{'; '.join(unlike)}. They hardly moved in the data, and neither float32 nor an epsilon below "
+                f"{EPSILON:g} lets both divide by the same; as long as they stay where they were, nothing comes of it.",
             )
         )
     if done.wanted.dialect == "lerobot":
@@ -94,13 +98,22 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
     return notes
 
 
-def _still_dimensions(done: Conversion) -> list[str]:
-    source = done.source
-    return [
-        f"{key}[{i}]"
-        for key, entry in source.stats.get(source.asset_id or "", {}).items()
-        for i in np.flatnonzero(entry.std == 0 if source.norm == "zscore" else entry.q01 == entry.q99)
-    ]
+def _unlike_divisors(done: Conversion) -> list[str]:
+    """Dimensions that LeRobot scales otherwise than OpenPI, though statistics were shifted so that it should not."""
+    source, told = done.source, []
+    for key, entry in source.stats.get(source.asset_id or "", {}).items():
+        if key not in done.divisors:
+            continue
+        theirs = done.divisors[key]
+        spread = entry.std
+        if source.norm == "quantile" and entry.q01 is not None and entry.q99 is not None:
+            spread = entry.q99 - entry.q01
+        ours = spread[: len(theirs)] + EPSILON
+        told += [
+            f"{key}[{i}] is divided by {theirs[i]:.1e} in LeRobot and {ours[i]:.1e} in OpenPI"
+            for i in np.flatnonzero(np.abs(theirs / ours - 1) > _UNLIKE)
+        ]
+    return told
 
 
 def _robot_notes(done: Conversion) -> list[Note]:
@@ -157,20 +170,48 @@ def _assumptions(done: Conversion) -> list[Note]:
                 "statistics", "there are none, so actions come out in no robot's units: put the run's assets beside it."
             )
         )
-    step = source.checkpoint.step
-    if step is not None and source.checkpoint.dialect == "lerobot" and says_lerobot(step) and source.contract is None:
-        policy = read_policy(step)
+    return [*notes, *_settings_notes(done), *_unused_notes(done)]
+
+
+def _settings_notes(done: Conversion) -> list[Note]:
+    """What LeRobot's settings say and OpenPI has no place for."""
+    policy = done.source.checkpoint.lerobot
+    if policy is None or done.source.contract is not None:
+        return []
+    notes = []
+    if done.wanted.dialect != "lerobot":
         by = "quantiles" if policy.norm == "quantile" else "z-scores"
         notes.append(
             Note(
                 "to say from now on",
                 f"LeRobot's config.json says action horizon {policy.action_horizon}, prompts of {policy.max_token_len} "
                 f"tokens, normalisation by {by}, cameras {', '.join(policy.cameras) or 'none'} in this order; OpenPI's "
-                "checkpoints hold none of it: give it to `pistar train`.",
+                f"checkpoints hold none of it: give it to `pistar train`. {CARRIED_FILE} keeps it for the way back.",
             )
         )
-        if policy.relative_actions:
-            notes.append(
-                Note("relative actions", "LeRobot made actions relative to the state: use a robot with a delta mask.")
+    if policy.relative_actions:
+        remedy = (
+            "this folder is in the form of 0.4.4, which has no such step: add the state that the chunk was asked with "
+            "before the robot gets them."
+            if done.wanted.dialect == "lerobot"
+            else "use a robot with a delta mask."
+        )
+        notes.append(Note("relative actions", f"LeRobot 0.6 made actions relative to the state; {remedy}"))
+    return notes
+
+
+def _unused_notes(done: Conversion) -> list[Note]:
+    """Tensors that were left behind."""
+    notes = []
+    for name in done.source.left_out:
+        if name.endswith(UNUSED):
+            text = (
+                "has numbers in it, which no π₀ ever reads (OpenPI's converter leaves them random); zeros are written."
             )
+        else:
+            text = (
+                "is not embed_tokens, as it is where the two are tied. LeRobot 0.6 keeps both and acts by "
+                "embed_tokens, so that was taken, and stands for both; 0.4.4, which ties them, cannot hold both."
+            )
+        notes.append(Note("left out", f"{name} {text}"))
     return notes

@@ -25,8 +25,10 @@ from pistar.models.tokenizer import (
     check_vocab,
     load_tokenizer,
 )
-from pistar.training.checkpoints import Checkpoint, Weights, load_into, not_finite, open_checkpoint
+from pistar.training.checkpoint_writer import not_finite
+from pistar.training.checkpoints import Checkpoint, Weights, open_checkpoint
 from pistar.training.contract import Contract, read_contract
+from pistar.training.loading import load_into
 from pistar.types import Observation
 
 logger = logging.getLogger(__name__)
@@ -154,6 +156,21 @@ def agree_contract(
     return contract, _contract_tokenizer(contract, tokenizer)
 
 
+def _in_order(names: Sequence[str], robot: Robot, cameras: tuple[str, ...]) -> tuple[str, ...]:
+    """The model's cameras in the order in which LeRobot's policy has them, by the robot's names or the model's own."""
+    slots = {name: slot for slot, name in robot.lerobot_cameras.items()} | {slot: slot for slot in cameras}
+    if strangers := [name for name in names if name not in slots]:
+        logger.warning(
+            "LeRobot's policy has the cameras %s, and %s knows no %s; taking %s in this order.",
+            ", ".join(names),
+            robot.name,
+            ", ".join(strangers),
+            ", ".join(cameras),
+        )
+        return cameras
+    return tuple(dict.fromkeys([*(slots[name] for name in names), *cameras]))
+
+
 def _assume_contract(
     checkpoint: Checkpoint,
     config: Pi0Config,
@@ -166,12 +183,17 @@ def _assume_contract(
     """For OpenPI's checkpoints, which have none: from the weights, OpenPI's rules, and the user."""
     if robot is None:
         raise UserError(f"{checkpoint.step} has no contract.json to name its robot; give the robot, for example aloha.")
-    if action_horizon is None and checkpoint.dialect != "lerobot":
+    if action_horizon is None and not checkpoint.horizon_known:
         logger.warning(
             "No weight shows the action horizon; taking OpenPI's default of %d. Give it if the policy's is another.",
             config.action_horizon,
         )
     if action_horizon is not None:
+        if checkpoint.horizon_known and action_horizon != config.action_horizon:
+            raise UserError(
+                f"action_horizon is {action_horizon} but the checkpoint's settings say {config.action_horizon}; "
+                "leave it out, or mend them if they are wrong."
+            )
         config = dataclasses.replace(config, action_horizon=action_horizon)
     assets = list(checkpoint.norm_stats)
     if asset_id is None and len(assets) == 1:
@@ -182,6 +204,8 @@ def _assume_contract(
             "give the one to use, or copy the assets folder beside params."
         )
     machine, stats = find_robot(robot), _norm_stats(checkpoint, asset_id)
+    if checkpoint.lerobot is not None:
+        config = dataclasses.replace(config, cameras=_in_order(checkpoint.lerobot.cameras, machine, config.cameras))
     for key, dim in (("state", machine.state_dim), ("actions", machine.action_dim)):
         if not stats[key].covers(dim):
             raise UserError(

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from pistar.config import Pi0Config
-from pistar.data.lerobot_policy import read_policy, says_lerobot
+from pistar.config import GEMMA_VARIANTS, Pi0Config, gemma_variant
+from pistar.data.lerobot_policy import says_lerobot
 from pistar.data.safetensors_file import SafetensorsFile
 from pistar.errors import UserError
 from pistar.models.pi0 import param_shapes
@@ -16,15 +17,18 @@ from pistar.models.pytorch_names import (
     EMBED_TOKENS,
     LEROBOT_PREFIX,
     LM_HEAD,
+    UNUSED,
     TorchTensor,
     check_torch_names,
     infer_torch_config,
     torch_tensors,
 )
-from pistar.training.leaves import Leaf
+from pistar.training.leaves import Leaf, block_rows
 
 Dialect = Literal["openpi", "openpi-pytorch", "lerobot"]
 WEIGHTS_FILE = "model.safetensors"
+SETTINGS_FILE = "config.json"
+"""What OpenPI's converter leaves beside its weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,8 @@ class TorchWeights:
     prefix: str
     """LeRobot's before every name; a folder of LeRobot's whose weights OpenPI wrote has none."""
     config: Pi0Config
+    horizon_known: bool
+    """Whether OpenPI's settings say it; of LeRobot's, see `Checkpoint.lerobot`."""
 
     @functools.cached_property
     def tensors(self) -> tuple[TorchTensor, ...]:
@@ -43,6 +49,27 @@ class TorchWeights:
         # LeRobot 0.6 keeps two, and reads this one.
         chosen = EMBED_TOKENS if self.prefix + EMBED_TOKENS in self.file.tensors else LM_HEAD
         return tuple(t for t in torch_tensors(self.config, "both") if t.name not in {LM_HEAD, EMBED_TOKENS} - {chosen})
+
+    def left_out(self) -> tuple[str, ...]:
+        """Of the tensors that no π₀ runs, those in which something else is than could be written back."""
+        given = [
+            self.prefix + name for name in (LM_HEAD, EMBED_TOKENS, UNUSED) if self.prefix + name in self.file.tensors
+        ]
+        chosen = next(self.prefix + tensor.name for tensor in self.tensors if tensor.name in (LM_HEAD, EMBED_TOKENS))
+        return tuple(
+            name for name in given if name != chosen and self._differ(name, None if name.endswith(UNUSED) else chosen)
+        )
+
+    def _differ(self, name: str, other: str | None) -> bool:
+        """Whether two tensors hold other numbers, or one other than zero; a few rows at a time."""
+        tensor = self.file.tensors[name]
+        rows = block_rows(tensor.shape, tensor.dtype)
+        for row in range(0, tensor.shape[0], rows):
+            part = (row, min(row + rows, tensor.shape[0]))
+            numbers = self.file.read(name, part)
+            if np.any(numbers) if other is None else not np.array_equal(numbers, self.file.read(other, part)):
+                return True
+        return False
 
     def leaves(self) -> list[Leaf]:
         """Every parameter under OpenPI's JAX name, not read."""
@@ -103,12 +130,37 @@ def open_torch_weights(path: Path, known: Pi0Config | None = None, vision_heads:
         check_torch_names(shapes, config, both_tied=lerobot)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    if lerobot and says_lerobot(folder):
-        policy = read_policy(folder)
-        if policy.kind != config.model_type:
+    if lerobot:
+        return TorchWeights(file, "lerobot", prefix, config, horizon_known=False)
+    horizon = _read_horizon(folder / SETTINGS_FILE, config)
+    if horizon is not None:
+        config = dataclasses.replace(config, action_horizon=horizon)
+    return TorchWeights(file, "openpi-pytorch", prefix, config, horizon_known=horizon is not None)
+
+
+def _read_horizon(path: Path, weights: Pi0Config) -> int | None:
+    """The one thing OpenPI's settings say that no weight shows. What weights show they must say alike."""
+    if not path.exists():
+        return None
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        said = {name: settings.get(name) for name in ("action_dim", "paligemma_variant", "action_expert_variant")}
+        horizon = settings.get("action_horizon")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is no JSON table ({error}); copy it again, or delete it to go without.") from error
+    shown = {
+        "action_dim": weights.action_dim,
+        "paligemma_variant": gemma_variant(weights.vlm),
+        "action_expert_variant": gemma_variant(weights.expert),
+    }
+    for name, value in said.items():
+        # A _lora variant's adapters are merged, and of sizes that have no name here nothing is known.
+        value = value.removesuffix("_lora") if isinstance(value, str) else value
+        if value is not None and value != shown[name] and (name == "action_dim" or value in GEMMA_VARIANTS):
             raise UserError(
-                f"{folder / 'config.json'} says {policy.kind} and the weights are a {config.model_type}'s; "
-                "they are not from one policy, copy both again."
+                f"{path} says {name} is {value} and the weights have {shown[name] or 'another size'}; they are not "
+                "from one checkpoint, copy both again."
             )
-        config = dataclasses.replace(config, action_horizon=policy.action_horizon, max_token_len=policy.max_token_len)
-    return TorchWeights(file, "lerobot" if lerobot else "openpi-pytorch", prefix, config)
+    if horizon is not None and (not isinstance(horizon, int) or isinstance(horizon, bool) or horizon < 1):
+        raise UserError(f"{path} says action_horizon is {horizon!r}; it is a number of actions, as 50: mend it.")
+    return horizon

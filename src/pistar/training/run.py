@@ -34,10 +34,11 @@ from pistar.errors import UserError
 from pistar.models.inspect import config_differences, infer_config
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
-from pistar.training.checkpoints import Checkpoint, load_into, open_checkpoint
+from pistar.training.checkpoints import Checkpoint, open_checkpoint
 from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
 from pistar.training.contract import Contract, read_contract
 from pistar.training.hosts import in_step
+from pistar.training.loading import load_into
 from pistar.training.metrics import check_trackers
 from pistar.training.optimizers import CosineSchedule, make_optimizer
 from pistar.training.sharding import make_mesh, over_rows, place, state_sharding

@@ -15,7 +15,8 @@ import numpy as np
 from pistar.data.norm_stats import NormStats
 from pistar.errors import UserError
 from pistar.models.pi0 import Params
-from pistar.training.checkpoints import STATE, as_tree, open_checkpoint, write_checkpoint
+from pistar.training.checkpoint_writer import as_tree, write_checkpoint
+from pistar.training.checkpoints import STATE, open_checkpoint
 from pistar.training.contract import Contract
 from pistar.training.hosts import is_leader, meet, several
 from pistar.training.leaves import Leaf

@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pistar.config import GemmaConfig, Pi0Config
+from pistar.config import LORA_VARIANTS, GemmaConfig, Pi0Config, gemma_variant
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
-from pistar.models.inspect import MODEL_NAMES, ModelType
+from pistar.models.inspect import MODEL_NAMES, ModelType, find_misfits, name_some
 from pistar.models.pi0 import param_shapes
+from pistar.models.pytorch_names import UNUSED
 from pistar.models.tokenizer import PALIGEMMA_VOCAB, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, open_checkpoint
 from pistar.training.contract import Contract, read_contract
@@ -79,6 +80,7 @@ def verify(
         checks = [
             _check_parameters(structs, config),
             _check_values(checkpoint, leaves, progress),
+            _check_left_out(checkpoint),
             _check_train_state(checkpoint),
             norm_check,
             contract_check,
@@ -101,19 +103,10 @@ def verify(
 
 
 def _check_parameters(structs: Mapping[str, jax.ShapeDtypeStruct], config: Pi0Config) -> Check:
-    expected = param_shapes(config)
+    expected = {name: struct.shape for name, struct in param_shapes(config).items()}
     problems = [
-        *_name_some(
-            [name for name in expected if name not in structs], "missing; the checkpoint is incomplete, copy it again"
-        ),
-        *_name_some(
-            [name for name in structs if name not in expected], "not part of this model; another writer added them"
-        ),
-        *_name_some(
-            [name for name, struct in structs.items() if name in expected and struct.shape != expected[name].shape],
-            "of another size than the rest of the model; the checkpoint is a mixture, copy it again",
-        ),
-        *_name_some(
+        *find_misfits(expected, {name: struct.shape for name, struct in structs.items()}).problems(),
+        *_of_some(
             [name for name, struct in structs.items() if struct.dtype.name not in ("float32", "bfloat16")],
             "neither float32 nor bfloat16, which is all that OpenPI stores; write the checkpoint again",
         ),
@@ -140,7 +133,7 @@ def _check_values(checkpoint: Checkpoint, leaves: Sequence[Leaf], progress: Prog
         json.loads(sharding.read_text(encoding="utf-8")) if sharding.exists() else None
     except ValueError as error:
         problems.append(f"{sharding} is damaged ({error}), so OpenPI cannot load it; copy or delete that file.")
-    problems += _name_some(
+    problems += _of_some(
         unsound,
         "NaN or Inf in places; the training diverged or the file is damaged, copy it again or take an earlier one",
     )
@@ -151,6 +144,16 @@ def _is_finite(leaf: Leaf) -> bool:
     # Row by row, for the mask of a whole leaf takes a gigabyte.
     return all(
         bool(np.isfinite(part).all()) for _, block in leaf.blocks() for part in (block if block.ndim > 2 else [block])
+    )
+
+
+def _check_left_out(checkpoint: Checkpoint) -> Check | None:
+    """No fault, but a word where a file holds more than one policy's numbers."""
+    tied = [name for name in (checkpoint.torch.left_out() if checkpoint.torch else ()) if not name.endswith(UNUSED)]
+    if not tied:
+        return None
+    return Check(
+        "embeddings", f"{tied[0]} is not embed_tokens, by which LeRobot 0.6 acts and so does pistar", absent=True
     )
 
 
@@ -182,7 +185,7 @@ def _check_norm_stats(
 
 def _check_contract_file(checkpoint: Checkpoint) -> tuple[Contract | None, Check]:
     if checkpoint.contract is None:
-        return None, Check("contract", "none, as OpenPI writes none", absent=True)
+        return None, Check("contract", "none: only pistar writes one", absent=True)
     try:
         return read_contract(checkpoint.contract), Check("contract", "agrees with weights and norm stats")
     except UserError as error:
@@ -227,11 +230,8 @@ def _check_tokenizer(path: str | Path | None, config: Pi0Config, contract: Contr
     return Check("tokenizer", f"{path} {'is the one it was trained with' if contract else 'fits the vocabulary'}")
 
 
-def _name_some(names: Sequence[str], what: str) -> list[str]:
-    if not names:
-        return []
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"{', '.join(names[:3])}{rest}: {what}."]
+def _of_some(names: Sequence[str], what: str) -> list[str]:
+    return [f"{name_some(names)}: {what}."] if names else []
 
 
 # --- Facts ------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _describe(
     count = sum(math.prod(struct.shape) for struct in structs.values())
     dtypes = sorted({struct.dtype.name for struct in structs.values()})
     vision = config.vision
-    known = contract.model if contract else config if checkpoint.dialect == "lerobot" else None
+    known, said = contract.model if contract else None, checkpoint.lerobot
     return {
         "model": f"{MODEL_NAMES[config.model_type]} ({config.model_type})",
         "dialect": _DIALECTS[checkpoint.dialect],
@@ -256,14 +256,20 @@ def _describe(
         "vision": f"width {vision.width}, depth {vision.depth}, mlp {vision.mlp_dim}, {vision.num_heads} heads, "
         f"{config.image_size}×{config.image_size} pixels in patches of {vision.patch_size}",
         "action dim": str(config.action_dim),
-        "action horizon": str(known.action_horizon)
-        if known
-        else f"not in the weights; OpenPI's default is {config.action_horizon}",
-        "cameras": ", ".join(known.cameras)
-        if known
-        else f"not in the weights; OpenPI's are {', '.join(config.cameras)}",
+        "action horizon": _known_or(
+            known.action_horizon if known else config.action_horizon if checkpoint.horizon_known else None,
+            f"OpenPI's default is {config.action_horizon}",
+        ),
+        "cameras": _known_or(
+            ", ".join(known.cameras if known else said.cameras if said else ()),
+            f"OpenPI's are {', '.join(config.cameras)}",
+        ),
         "tokenizer": _describe_tokenizer(config, contract),
     }
+
+
+def _known_or(found: object, default: str) -> str:
+    return str(found) if found else f"not in the weights; {default}"
 
 
 def _describe_expert(gemma: GemmaConfig, known: GemmaConfig | None) -> str:
@@ -273,9 +279,13 @@ def _describe_expert(gemma: GemmaConfig, known: GemmaConfig | None) -> str:
     )
     if gemma.lora is None:
         return size
-    alpha = (
-        f"alpha {known.lora.alpha:g}" if known and known.lora else f"alpha {gemma.lora.alpha:g} assumed, as OpenPI's"
-    )
+    usual = LORA_VARIANTS.get(gemma_variant(gemma) or "")
+    if known and known.lora:
+        alpha = f"alpha {known.lora.alpha:g}"
+    elif usual is not None and usual.rank == gemma.lora.rank:
+        alpha = f"alpha {usual.alpha:g} assumed, as OpenPI's of this size have"
+    else:
+        alpha = f"alpha not in the weights: {gemma.lora.alpha:g}, the rank, when it acts; asked for when it is merged"
     return f"{size}; LoRA of rank {gemma.lora.rank}, {alpha}"
 
 
@@ -289,7 +299,7 @@ def _describe_tokenizer(config: Pi0Config, contract: Contract | None) -> str:
 def _describe_robots(
     checkpoint: Checkpoint, stats: Mapping[str, Mapping[str, NormStats]], kind: Norm, contract: Contract | None
 ) -> dict[str, str]:
-    rule = "by LeRobot's settings" if checkpoint.dialect == "lerobot" else "by OpenPI's rule for this model"
+    rule = "by LeRobot's settings" if checkpoint.lerobot else "by OpenPI's rule for this model"
     robots = "; ".join(
         " ".join([f"{asset_id}:", *(f"{key} {len(entry.mean)}" for key, entry in found.items())])
         for asset_id, found in stats.items()
