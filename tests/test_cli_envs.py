@@ -11,6 +11,7 @@ import pytest
 
 from metaworld_policy import fresh_checkpoint, trained_checkpoint
 from pistar import cli
+from pistar.data.episodes import read_episode
 from pistar.data.lerobot import open_dataset
 from pistar.data.robots import ROBOTS
 from pistar.envs.env import FAMILIES
@@ -107,6 +108,8 @@ def test_eval_keeps_its_episodes_as_a_dataset(evaluated: Path) -> None:
     assert (np.abs(columns["action"]) <= 1).all()
     ends = [columns["next.success"][info.rows][-1] for info in dataset.episodes]
     assert ends == [trial.success for trial in trials]
+    origins = [(episode.start_id, episode.seed) for episode in (read_episode(dataset, i) for i in range(3))]
+    assert origins == [(trial.start_id, 4) for trial in trials]
 
 
 def test_eval_against_a_checkpoint_and_against_what_was_written(
@@ -353,6 +356,8 @@ def test_collect_writes_the_experts_episodes(tmp_path: Path, capsys: pytest.Capt
     success = dataset.columns(["next.success"])["next.success"]
     assert [bool(success[info.rows][-1]) for info in dataset.episodes] == [True] * 3
     assert list(dataset.tasks.values()) == ["move the gripper to the goal"]
+    origins = [(episode.start_id, episode.seed) for episode in (read_episode(dataset, i) for i in range(3))]
+    assert origins == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_collect_takes_cameras_and_a_mixture_and_noise_of_its_seed(
