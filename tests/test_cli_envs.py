@@ -65,7 +65,7 @@ def test_eval_tells_counts_and_how_sure_they_are(
     # Nothing is reached in five steps; Wilson's interval of 0 of 2 is 0 to z²/(2 + z²) = 66 %.
     assert cells == ["mine/1", "metaworld/reach-v3", "0", "2", "0 %", "0–66 %", "–"]
     assert "held-out start states, seed 0, 5 actions a chunk" in told.out
-    assert "by the weights it serves; it has no train_state to tell whether they are an average (EMA); held" in told.out
+    assert "the weights it serves (an average, EMA, or not: without its train_state nobody can tell); held" in told.out
     assert f"Wrote {out}" in told.out
     assert "mine/1, metaworld/reach-v3: 2 of 2 episodes, 0 succeeded" in told.err.replace("\n", " ")
 
@@ -123,6 +123,7 @@ def test_eval_against_a_checkpoint_and_against_what_was_written(
     beside = load_evaluation(tmp_path / "again_against.json")
     assert beside.checkpoint == str(checkpoints[1])
     assert "…" not in told, "names are never cut off"
+    assert f"Wrote {out}, {tmp_path / 'again_against.json'}\n" in told
     first, second = ([trial.success for trial in found.results[0].trials] for found in (load_evaluation(out), beside))
     pairs = list(zip(first, second, strict=True))
     counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
@@ -167,6 +168,7 @@ def test_what_differs_besides_the_policies_is_told_before_the_first_episode_and_
     told = capsys.readouterr()
     assert re.search("note: besides the policies, these differ .*episodes", told.err.replace("\n", " "))
     assert "actions executed of a chunk: 2 / 5; mujoco: " in told.out
+    assert re.search(r"both \d, only mine/1 \d, only mine/1 \(against\) \d, neither", told.out), "two of one name"
     first, second = json.loads(out.read_text())["against"]["differences"]
     assert (first, second.partition(":")[0]) == ("actions executed of a chunk: 2 / 5", "mujoco")
 
@@ -260,7 +262,7 @@ def test_eval_can_ask_for_good_actions(
         files = ["--out", str(tmp_path / f"{name}.json"), "--save-dataset", str(tmp_path / name)]
         cli.main(["eval", str(checkpoints[0]), *REACH, "--episodes", "1", "--limit", "5", *SMALL, *files, *options])
     told = capsys.readouterr().out
-    assert "train_state to tell whether they are an average (EMA), asked for “Advantage: positive”; held-out" in told
+    assert "nobody can tell), asked for “Advantage: positive”; held-out" in told
     assert "asked for “Advantage: positive” with guidance 3;" in told
     found = [load_evaluation(tmp_path / f"{name}.json") for name in ways]
     assert [(each.advantage, each.guidance) for each in found] == [(None, 1), ("positive", 1), ("positive", 3)]

@@ -143,35 +143,41 @@ def evaluate(
         _note(errors, f"{_label(checkpoint)} practised by cfg; --advantage positive asks it for good actions.")
     if labels is False and advantage is not None:
         _note(errors, f"{_label(checkpoint)} was never told of advantages; to it, the label is a few more words.")
+    name, other = _label(checkpoint), "" if second is None else _label(second.checkpoint)
+    if name == other:
+        other += " (against)"
+    differing = f"besides the policies, these differ ({name} / {other}): {'; '.join(different)}."
     if different:
-        _note(errors, _differing(checkpoint, second, different))
+        _note(errors, differing)
 
-    first = _evaluate(first, mine, setting, errors, save_dataset, out)
+    written = [out]
+    first = _evaluate(first, mine, name, setting, errors, save_dataset, written)
     first.save(out)
     heads = ("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
     table = Table(*(Column(head, overflow="fold") for head in heads))  # a name that is cut off may be another's too
-    _rows(table, _label(checkpoint), first)
+    _rows(table, name, first)
     if theirs is not None and second is not None:
-        beside = out.with_name(f"{out.stem}_against.json")
-        second = _evaluate(second, theirs, setting, errors, None, beside)
-        second.save(beside)
+        beside = [out.with_name(f"{out.stem}_against.json")]
+        second = _evaluate(second, theirs, other, setting, errors, None, beside)
+        second.save(beside[0])
+        written += beside
     if second is not None:
         first.save(out, second)
-        _rows(table, _label(second.checkpoint), second)
+        _rows(table, other, second)
     console.print(table)
-    _tell(first, console)
+    _tell(name, first, console)
     if second is not None:
-        _tell(second, console)
+        _tell(other, second, console)
         pairs = compare(first, second)
         if different:
-            console.print(_differing(checkpoint, second, different), markup=False)
+            console.print(differing, markup=False)
         console.print(
-            f"On the same start states: both {pairs.both}, only {_label(checkpoint)} {pairs.only_first}, "
-            f"only {_label(second.checkpoint)} {pairs.only_second}, neither {pairs.neither}; "
+            f"On the same start states: both {pairs.both}, only {name} {pairs.only_first}, "
+            f"only {other} {pairs.only_second}, neither {pairs.neither}; "
             f"p = {pairs.p:.2g} by McNemar's exact test.",
             markup=False,
         )
-    console.print(f"Wrote {out}", markup=False)
+    console.print(f"Wrote {', '.join(map(str, written))}", markup=False)
 
 
 def collect(
@@ -287,19 +293,21 @@ def collect(
 def _evaluate(
     prepared: "Evaluation",
     player: "Player",
+    name: str,
     setting: "Setting",
     errors: Console,
     save_dataset: Path | None,
-    out: Path,
+    written: list[Path],
 ) -> "Evaluation":
-    """With progress, films and the dataset, where they are wanted."""
+    """With progress, films and the dataset, where they are wanted: beside the first that will be written, and noted."""
     from pistar.report.video import write_video
     from pistar.training.evaluation import dataset_writer, evaluate
     from pistar.training.progress import episodes_shown
 
     with contextlib.ExitStack() as stack:
         writer = None
-        show = stack.enter_context(episodes_shown(_label(prepared.checkpoint), errors))
+        show = stack.enter_context(episodes_shown(name, errors))
+        out = written[0]
 
         def each(scene: "Scene", total: int, rollout: "Rollout") -> None:
             nonlocal writer
@@ -308,11 +316,13 @@ def _evaluate(
                 if writer is None:
                     assert player.robot is not None
                     writer = stack.enter_context(dataset_writer(save_dataset, scene, player.robot))
+                    written.append(save_dataset)
                 writer.add(rollout.episode)
             if rollout.film:
                 end = "success" if rollout.episode is not None and rollout.episode.success else "no_success"
-                name = f"{out.stem}_{scene.name.replace('/', '_')}_{rollout.start_id}_{end}.mp4"
-                write_video(out.with_name(name), rollout.film, scene.fps)
+                film = out.with_name(f"{out.stem}_{scene.name.replace('/', '_')}_{rollout.start_id}_{end}.mp4")
+                write_video(film, rollout.film, scene.fps)
+                written.append(film)
 
         return evaluate(prepared, setting, player, each=each, record=save_dataset is not None)
 
@@ -333,12 +343,6 @@ def _note(errors: Console, text: str) -> None:
     errors.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _differing(checkpoint: Path, second: "Evaluation | None", different: list[str]) -> str:
-    assert second is not None
-    names = f"{_label(checkpoint)} / {_label(second.checkpoint)}"
-    return f"besides the policies, these differ ({names}): {'; '.join(different)}."
-
-
 def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:
     def row(task: str, counts: "Counts") -> None:
         low, high = counts.wilson_95
@@ -353,7 +357,7 @@ def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:
         row("all", evaluation.counts)
 
 
-def _tell(evaluation: "Evaluation", console: Console) -> None:
+def _tell(name: str, evaluation: "Evaluation", console: Console) -> None:
     from pistar.training.results import faults_of
 
     choice = f", best of {evaluation.best_of} by its critic" if evaluation.best_of > 1 else ""
@@ -361,7 +365,7 @@ def _tell(evaluation: "Evaluation", console: Console) -> None:
         guided = "" if evaluation.guidance == 1 else f" with guidance {evaluation.guidance:g}"
         choice += f", asked for “Advantage: {evaluation.advantage}”{guided}"
     console.print(
-        f"{_label(evaluation.checkpoint)}: by {evaluation.whose}{choice}; {evaluation.starts} start states, "
+        f"{name}: by {evaluation.whose}{choice}; {evaluation.starts} start states, "
         f"seed {evaluation.seed}, {evaluation.execute} actions a chunk, {evaluation.seconds:.0f} s; "
         "95 % intervals by Wilson.",
         markup=False,

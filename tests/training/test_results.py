@@ -193,7 +193,7 @@ def test_an_evaluation_from_before_it_said_so_much_is_still_read(tmp_path: Path)
     [
         ("serving", True, "the average (EMA) of its weights, which it serves"),
         ("serving", False, "the optimiser's own weights, which it serves: its run kept no average (EMA)"),
-        ("serving", None, "the weights it serves; it has no train_state to tell whether they are an average (EMA)"),
+        ("serving", None, "the weights it serves (an average, EMA, or not: without its train_state nobody can tell)"),
         ("raw", True, "the optimiser's own weights, not the average (EMA) it serves"),
         ("raw", False, "the optimiser's own weights, which it serves, too"),
     ],

@@ -106,7 +106,7 @@ class Evaluation:
             beside = "not the average (EMA) it serves" if self.served_average else "which it serves, too"
             return f"the optimiser's own weights, {beside}"
         if self.served_average is None:
-            return "the weights it serves; it has no train_state to tell whether they are an average (EMA)"
+            return "the weights it serves (an average, EMA, or not: without its train_state nobody can tell)"
         if self.served_average:
             return "the average (EMA) of its weights, which it serves"
         return "the optimiser's own weights, which it serves: its run kept no average (EMA)"
@@ -114,10 +114,14 @@ class Evaluation:
     def save(self, path: Path, against: "Evaluation | None" = None) -> None:
         """As JSON, whole or not at all; with all that follows from it, so that nobody must count again."""
         table = to_table(self)
-        for task, entry in zip(self.results, table["results"], strict=True):
-            entry["counts"] = to_table(task.counts)
+        entries = table.pop("results")
         table |= {"total": to_table(self.counts), "faults": faults_of(self)}
         table["against"] = None if against is None else _comparison(self, against)
+        # Counts before what they are of, which is long.
+        table["results"] = [
+            {**entry, "counts": to_table(task.counts), "trials": entry.pop("trials")}
+            for task, entry in zip(self.results, entries, strict=True)
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.tmp")
         aside.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
