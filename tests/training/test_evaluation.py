@@ -12,7 +12,7 @@ import pytest
 from metaworld_policy import fresh_checkpoint
 from pistar.data.lerobot import open_dataset
 from pistar.data.robots import Robot
-from pistar.envs.env import EnvOptions, Scene
+from pistar.envs.env import EnvOptions, Scene, StartEnv, make_env
 from pistar.envs.rollout import Act, Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
@@ -67,8 +67,8 @@ def setting(**changes: object) -> Setting:
     )
 
 
-def judged(where: Setting, who: Player, **told: Callable[[Scene, int, Rollout], object]) -> Evaluation:
-    return evaluate(prepare(where, who, checkpoint="", weights="serving"), where, who, **told)
+def judged(where: Setting, who: Player, each: Callable[[Scene, int, Rollout], object] = lambda *_: None) -> Evaluation:
+    return evaluate(prepare(where, who, checkpoint="", weights="serving"), where, who, each=each)
 
 
 def test_successes_are_counted_start_by_start() -> None:
@@ -333,3 +333,28 @@ def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
     assert hit == [1, 3], "the second worker's"
     assert {fault.kind for rollout in found for fault in rollout.faults} == {"died", "lost"}
     assert_same(found, in_one_process)
+
+
+def go_on(env: StartEnv, actor: Actor, start_id: int, steps: range) -> list[np.ndarray]:
+    """As `reach` does, by hand: three actions of a chunk, then the next."""
+    done: list[np.ndarray] = []
+    for step in steps[::3]:
+        seen = {**env.observe(), "prompt": np.asarray(env.scene.instruction)}
+        (chunk,) = actor([Request(seen, start_id, step, 0, 0)])
+        done += [env.act(action)[0] for action in chunk[: min(3, steps.stop - step)]]
+    return done
+
+
+def test_a_learned_policys_episode_is_the_same_after_it_was_saved_and_taken_up_elsewhere(
+    policy: Policy, in_one_process: list[Rollout]
+) -> None:
+    actor, start_id = Actor(policy, batch_size(PLACES), seed=2), STARTS[0]
+    here, there = (make_env(REACH, EnvOptions(limit=20)) for _ in range(2))
+    here.begin(start_id)
+    done = go_on(here, actor, start_id, range(9))
+    there.begin(STARTS[1])
+    there.restore(here.save())
+    done += go_on(there, actor, start_id, range(9, 20))
+    episode = in_one_process[0].episode
+    assert episode is not None
+    np.testing.assert_array_equal(np.stack(done).astype(np.float32), episode.actions)

@@ -41,7 +41,7 @@ def read_episode(
     return Episode(observations=data, actions=actions, task=task, **outcome, **_origin(dataset, index))
 
 
-def _origin(dataset: Dataset, index: int) -> dict[str, int]:
+def _origin(dataset: Dataset, index: int) -> dict[str, Any]:
     """Where it says so in whole numbers; somebody else's column of such a name may hold anything."""
     there = [name for name in ORIGIN if name in dataset.features and dataset.features[name].dtype == "int64"]
     if not there:
