@@ -65,3 +65,9 @@ def test_the_probe_really_draws() -> None:
         assert "; osmesa: " in told
         assert "apt-get install libegl1 libegl-mesa0 libosmesa6" in told
         assert chosen("required = False", MUJOCO_EGL_DEVICE_ID="99") == "disable disable None"
+
+
+def test_a_process_that_has_drawn_ends_without_a_word() -> None:
+    program = "from pistar.envs.env import make_env; arm = make_env('metaworld/reach-v3'); arm.begin(0); arm.render()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

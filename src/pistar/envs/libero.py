@@ -216,7 +216,7 @@ class _Graphics:
 
         if _Graphics._window is None:
             _Graphics._window = mujoco.gl_context.GLContext(_RENDERED, _RENDERED)
-            atexit.register(_Graphics._window.free)  # while there are still drivers to give it back to
+            atexit.register(_Graphics._window.free)  # before MuJoCo ends its driver, as in `View`
         _Graphics._window.make_current()
         self._task, self._users = task, 0
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)

@@ -116,10 +116,11 @@ class View:
         """The view of scenes of that name, whichever model of it is asked with."""
         key = (scene, size, shadows)
         if cls._only is None or cls._only[0] != key:
-            if cls._only is None:
-                atexit.register(cls.close_last)  # while there are still drivers to give it back to
             cls.close_last()
             cls._only = (key, cls(model, size, shadows))
+            # Before MuJoCo ends its driver, which it arranged just now: what is arranged last is done first.
+            atexit.unregister(cls.close_last)
+            atexit.register(cls.close_last)
         return cls._only[1]
 
     @classmethod
