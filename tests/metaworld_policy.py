@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from rich.console import Console
 from pistar.config import AcrlpdConfig
 from pistar.data.lerobot_writer import write_dataset
 from pistar.data.norm_stats import NormStats, norm_stats_hash
+from pistar.data.robots import find_robot
 from pistar.envs.rollout import Request
 from pistar.models.pi0 import init_params
 from pistar.models.tokenizer import load_tokenizer
@@ -25,25 +27,32 @@ MODEL = get_config("rl_metaworld").model
 PROMPT = "move the gripper to the goal"
 
 
-def fresh_checkpoint(folder: Path, seed: int = 0) -> Path:
-    """A step folder, in no run. Its norm stats let the hand move at about half its speed."""
+def fresh_checkpoint(
+    folder: Path, seed: int = 0, *, robot: str = "metaworld", always: Sequence[float] | None = None
+) -> Path:
+    """A step folder, in no run. Its norm stats let the hand move at about half its speed; or have every action be the
+    same, whatever the model says."""
+    machine = find_robot(robot)
+    still = np.zeros(machine.action_dim)
     stats = {
-        "state": NormStats(np.zeros(17), np.full(17, 0.3)),
-        "actions": NormStats(np.zeros(4), np.full(4, 0.5)),
+        "state": NormStats(np.zeros(machine.state_dim), np.full(machine.state_dim, 0.3)),
+        "actions": NormStats(still, still + 0.5)
+        if always is None
+        else NormStats(np.array(always, float), still + 1e-6),
     }
     contract = Contract(
         model=MODEL,
-        robot="metaworld",
-        asset_id="metaworld",
-        state_dim=17,
-        action_dim=4,
+        robot=robot,
+        asset_id=robot,
+        state_dim=machine.state_dim,
+        action_dim=machine.action_dim,
         delta_mask=None,
         prompt_format="pi0",
         tokenizer_sha256=load_tokenizer("tiny", MODEL.max_token_len).sha256,
         norm_kind="zscore",
         norm_stats_sha256=norm_stats_hash(stats),
     )
-    return write_checkpoint(folder, 1, init_params(MODEL, jax.random.key(seed)), {"metaworld": stats}, contract)
+    return write_checkpoint(folder, 1, init_params(MODEL, jax.random.key(seed)), {robot: stats}, contract)
 
 
 def trained_checkpoint(folder: Path, preset: str) -> Path:

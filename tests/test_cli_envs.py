@@ -1,5 +1,6 @@
 """`pistar eval` and `pistar data collect`, in Meta-World."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,10 +9,13 @@ import av
 import numpy as np
 import pytest
 
-from metaworld_policy import fresh_checkpoint
+from metaworld_policy import fresh_checkpoint, trained_checkpoint
 from pistar import cli
+from pistar.data.episodes import read_episode
 from pistar.data.lerobot import open_dataset
-from pistar.training.evaluation import load_evaluation
+from pistar.data.robots import ROBOTS
+from pistar.envs.env import FAMILIES
+from pistar.training.results import load_evaluation
 
 import goldens
 
@@ -61,7 +65,7 @@ def test_eval_tells_counts_and_how_sure_they_are(
     # Nothing is reached in five steps; Wilson's interval of 0 of 2 is 0 to z²/(2 + z²) = 66 %.
     assert cells == ["mine/1", "metaworld/reach-v3", "0", "2", "0 %", "0–66 %", "–"]
     assert "held-out start states, seed 0, 5 actions a chunk" in told.out
-    assert "the weights it serves" in told.out
+    assert "the weights it serves (an average, EMA, or not: without its train_state nobody can tell); held" in told.out
     assert f"Wrote {out}" in told.out
     assert "mine/1, metaworld/reach-v3: 2 of 2 episodes, 0 succeeded" in told.err.replace("\n", " ")
 
@@ -70,7 +74,10 @@ def test_eval_writes_everything_episode_by_episode(evaluated: Path, checkpoints:
     found = load_evaluation(evaluated)
     (task,) = found.results
     assert [trial.start_id for trial in task.trials] == [1_000_000, 1_000_001, 1_000_002]
-    assert (task.env, task.limit, task.run, found.seed) == ("metaworld/reach-v3", 12, 3, 4)
+    assert (task.env, task.limit, task.counts.of, found.seed) == ("metaworld/reach-v3", 12, 3, 4)
+    told = json.loads(evaluated.read_text())
+    assert told["results"][0]["counts"] == told["total"]
+    assert (told["total"]["of"], told["total"]["not_run"], told["faults"], told["against"]) == (3, 0, {}, None)
     assert (found.checkpoint, found.weights, found.starts) == (str(checkpoints[0]), "serving", "held-out")
     assert {"jax", "mujoco", "metaworld"} <= set(found.versions)
 
@@ -101,6 +108,8 @@ def test_eval_keeps_its_episodes_as_a_dataset(evaluated: Path) -> None:
     assert (np.abs(columns["action"]) <= 1).all()
     ends = [columns["next.success"][info.rows][-1] for info in dataset.episodes]
     assert ends == [trial.success for trial in trials]
+    origins = [(episode.start_id, episode.seed) for episode in (read_episode(dataset, i) for i in range(3))]
+    assert origins == [(trial.start_id, 4) for trial in trials]
 
 
 def test_eval_against_a_checkpoint_and_against_what_was_written(
@@ -114,6 +123,7 @@ def test_eval_against_a_checkpoint_and_against_what_was_written(
     beside = load_evaluation(tmp_path / "again_against.json")
     assert beside.checkpoint == str(checkpoints[1])
     assert "…" not in told, "names are never cut off"
+    assert f"Wrote {out}, {tmp_path / 'again_against.json'}\n" in told
     first, second = ([trial.success for trial in found.results[0].trials] for found in (load_evaluation(out), beside))
     pairs = list(zip(first, second, strict=True))
     counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
@@ -121,6 +131,12 @@ def test_eval_against_a_checkpoint_and_against_what_was_written(
     match = re.search(said, told)
     assert match is not None
     assert [int(number) for number in match.groups()[:4]] == counts
+    written = json.loads(out.read_text())["against"]
+    assert written["checkpoint"] == str(checkpoints[1])
+    assert [written["total"][name] for name in ("both", "only_first", "only_second", "neither")] == counts
+    assert f"{written['total']['mcnemar_p']:.2g}" == match.group(5)
+    assert written["tasks"] == {REACH[1]: written["total"]}
+    assert written["differences"] == []
 
     cli.main(["eval", str(checkpoints[1]), *REACH, *asked, "--against", str(evaluated)])
     match = re.search(
@@ -134,10 +150,124 @@ def test_eval_of_other_start_states_is_not_compared(
     evaluated: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--episodes", "1", "--limit", "12", "--seed", "4", "--out", str(tmp_path / "one.json"), *SMALL]
-    with pytest.raises(SystemExit, match="1"):
-        cli.main(["eval", str(checkpoints[0]), *REACH, *asked, "--against", str(evaluated)])
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    assert load_evaluation(tmp_path / "one.json").results[0].run == 1, "what was found is kept all the same"
+    said = mistake(capsys, "eval", str(checkpoints[0]), *REACH, *asked, "--against", str(evaluated))
+    assert "was evaluated on other start states (3) than" in said
+    assert not list(tmp_path.iterdir()), "known before the first episode"
+
+
+def test_what_differs_besides_the_policies_is_told_before_the_first_episode_and_kept(
+    evaluated: Path, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads(evaluated.read_text())
+    table["versions"]["mujoco"] = "2.0"
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps(table))
+    asked = ["--episodes", "3", "--limit", "12", "--seed", "4", "--execute", "2", *SMALL]
+    out = tmp_path / "out.json"
+    cli.main(["eval", str(checkpoints[0]), *REACH, *asked, "--against", str(older), "--out", str(out)])
+    told = capsys.readouterr()
+    assert re.search("note: besides the policies, these differ .*episodes", told.err.replace("\n", " "))
+    assert "actions executed of a chunk: 2 / 5; mujoco: " in told.out
+    assert re.search(r"both \d, only mine/1 \d, only mine/1 \(against\) \d, neither", told.out), "two of one name"
+    first, second = json.loads(out.read_text())["against"]["differences"]
+    assert (first, second.partition(":")[0]) == ("actions executed of a chunk: 2 / 5", "mujoco")
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A checkpoint that stays where it is, for the toy's robot."""
+    robot = dataclasses.replace(ROBOTS["metaworld"], name="toy", action_dim=2, state_keys={"state": 2})
+    monkeypatch.setitem(ROBOTS, "toy", robot)
+    monkeypatch.setenv("COLUMNS", "160")
+    return str(fresh_checkpoint(tmp_path / "still" / "checkpoints", robot="toy", always=(0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("troubles", "told", "counts"),
+    [
+        (
+            ["101.kill", "102.nan", "103.hang"],
+            r"\(.*died 1 ×.*\); of the episodes it hit, all were run again\.",
+            {"died": 1, "not finite": 1, "hung": 1},
+        ),
+        (
+            ["100.always", "103.deadly"],
+            r"1 could not be run at all and are not counted and 1 failed so every time and count as failures\.",
+            {"raised": 3, "died": 3},
+        ),
+    ],
+)
+def test_eval_says_what_the_simulator_did(
+    toy: str,
+    troubles: list[str],
+    told: str,
+    counts: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, out = tmp_path / "trouble", tmp_path / "out.json"
+    folder.mkdir()
+    for name in troubles:
+        (folder / name).touch()
+    monkeypatch.setenv("TOY_TROUBLE", str(folder))
+    options = ["--episodes", "4", "--limit", "3", "--environments", "2", "--workers", "1", "--hang-after", "2"]
+    cli.main(["eval", toy, "--env", "envs.toy:make", *options, "--out", str(out)])
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: the simulator failed")]
+    assert re.search(told, note)
+    found = json.loads(out.read_text())["faults"]
+    assert {kind: times for kind, times in found.items() if kind != "lost"} == counts
+
+
+def test_eval_of_a_suite_counts_all_its_tasks_together(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FAMILIES, "toys", "envs.toys")
+    out = tmp_path / "out.json"
+    cli.main(["eval", toy, "--env", "toys/both", "--episodes", "3", "--limit", "4", *SMALL, "--out", str(out)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if "still/1 " in line]
+    cells = [[cell.strip() for cell in re.split("[│|┃]", row) if cell.strip()] for row in rows]
+    # Wilson: 3 of 3 is 1/(1 + z²/3) and up, 0 of 3 the mirror of it, 3 of 6 ½ ± 0.31.
+    assert cells == [
+        ["still/1", "toys/home", "3", "3", "100 %", "44–100 %", "1"],
+        ["still/1", "toys/far", "0", "3", "0 %", "0–56 %", "–"],
+        ["still/1", "all", "3", "6", "50 %", "19–81 %", "1"],
+    ]
+    told = json.loads(out.read_text())
+    assert [task["counts"]["succeeded"] for task in told["results"]] == [3, 0]
+    assert (told["total"]["succeeded"], told["total"]["of"]) == (3, 6)
+
+
+def test_eval_says_that_it_judged_the_average(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = trained_checkpoint(tmp_path, "bc_metaworld")
+    asked = ["--episodes", "1", "--limit", "2", *SMALL, "--out", str(tmp_path / "out.json")]
+    said = {
+        "serving": "by the average (EMA) of its weights, which it serves;",
+        "raw": "by the optimiser's own weights, not the average (EMA) it serves;",
+    }
+    for weights, words in said.items():
+        cli.main(["eval", str(mine), *REACH, *asked, "--weights", weights])
+        assert words in capsys.readouterr().out
+        assert load_evaluation(tmp_path / "out.json").served_average is True
+
+
+def test_eval_can_ask_for_good_actions(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = {"plain": [], "asked": ["--advantage", "positive"]}
+    ways["guided"] = [*ways["asked"], "--guidance", "3"]
+    for name, options in ways.items():
+        files = ["--out", str(tmp_path / f"{name}.json"), "--save-dataset", str(tmp_path / name)]
+        cli.main(["eval", str(checkpoints[0]), *REACH, "--episodes", "1", "--limit", "5", *SMALL, *files, *options])
+    told = capsys.readouterr().out
+    assert "nobody can tell), asked for “Advantage: positive”; held-out" in told
+    assert "asked for “Advantage: positive” with guidance 3;" in told
+    found = [load_evaluation(tmp_path / f"{name}.json") for name in ways]
+    assert [(each.advantage, each.guidance) for each in found] == [(None, 1), ("positive", 1), ("positive", 3)]
+    actions = [open_dataset(tmp_path / name).columns(["action"])["action"].tobytes() for name in ways]
+    assert len(set(actions)) == 3
 
 
 @pytest.mark.parametrize(
@@ -159,6 +289,10 @@ def test_eval_of_other_start_states_is_not_compared(
         ([*REACH, "--against", "nowhere"], "--against nowhere does not exist"),
         ([*REACH, "--seed", "-1"], "--seed is -1"),
         ([*REACH, "--video", "-1"], "--video is -1"),
+        ([*REACH, "--hang-after", "0"], "--hang-after is 0"),
+        ([*REACH, "--guidance", "2"], "guidance is 2 and nothing is asked for"),
+        ([*REACH, "--guidance", "nan", "--advantage", "positive"], "guidance is nan"),
+        (["--env", "metaworld/assembly-v3", "--advantage", "positive"], "is 28: the label would be cut off"),
     ],
 )
 def test_eval_mistakes_are_one_line(
@@ -184,9 +318,12 @@ def test_eval_knows_before_it_runs_what_could_not_be_compared_or_written(
 ) -> None:
     before, mine = evaluated.read_bytes(), [str(checkpoints[0]), *REACH, "--episodes", "3", *SMALL]
     pair, out = ["--against", str(evaluated)], ["--out", str(tmp_path / "out.json")]
-    assert "was made with seed 4; pairs need the same: --seed 4" in mistake(capsys, "eval", *mine, *pair, *out)
-    other = ["--seed", "4", "--limit", "7"]
-    assert "--limit is 7 and" in mistake(capsys, "eval", *mine, *pair, *out, *other)
+    short = ["--limit", "12"]
+    assert "have seeds 0 and 4; pairs need the same: --seed 4" in mistake(capsys, "eval", *mine, *pair, *out, *short)
+    same = ["--seed", "4"]
+    for limit in ([], ["--limit", "7"]):
+        assert "pairs need the same: --limit 12" in mistake(capsys, "eval", *mine, *pair, *out, *same, *limit)
+    assert "give both --shadows, or neither" in mistake(capsys, "eval", *mine, *pair, *out, *same, *short, "--shadows")
     assert "would be written over" in mistake(capsys, "eval", *mine, *pair, "--out", str(evaluated))
     for name in ("picture.png", "."):
         assert "name FILE.json" in mistake(capsys, "eval", *mine, "--out", name)
@@ -221,6 +358,8 @@ def test_collect_writes_the_experts_episodes(tmp_path: Path, capsys: pytest.Capt
     success = dataset.columns(["next.success"])["next.success"]
     assert [bool(success[info.rows][-1]) for info in dataset.episodes] == [True] * 3
     assert list(dataset.tasks.values()) == ["move the gripper to the goal"]
+    origins = [(episode.start_id, episode.seed) for episode in (read_episode(dataset, i) for i in range(3))]
+    assert origins == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_collect_takes_cameras_and_a_mixture_and_noise_of_its_seed(

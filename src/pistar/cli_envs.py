@@ -14,7 +14,8 @@ from pistar.errors import UserError
 if TYPE_CHECKING:
     from pistar.envs.env import Scene
     from pistar.envs.rollout import Act, Rollout
-    from pistar.training.evaluation import Evaluation, Player, Setting
+    from pistar.training.evaluation import Player, Setting
+    from pistar.training.results import Counts, Evaluation
 
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 
@@ -28,12 +29,15 @@ def evaluate(
     against: Path | None = None,
     best_of: int = 1,
     weights: Literal["serving", "raw"] = "serving",
+    advantage: Literal["positive", "negative"] | None = None,
+    guidance: float = 1.0,
     execute: int | None = None,
     seed: int = 0,
     limit: int | None = None,
     shadows: bool = False,
     environments: int = 16,
     workers: int | None = None,
+    hang_after: float = 120.0,
     out: Path = Path("evaluation.json"),
     save_dataset: Path | None = None,
     video: int = 0,
@@ -52,16 +56,19 @@ def evaluate(
         episodes: For each task; the first so many start states, 100 (or all there are) if left out.
         starts: Which start states: held out from learning, those to learn from, or all.
         against: Another checkpoint, or what an evaluation wrote: compared start state by start state. A checkpoint is
-            judged as OpenPI would serve it, whatever --best-of.
+            judged as OpenPI would serve it, whatever --best-of, --advantage and --guidance.
         best_of: Chunks to choose from by the run's critic; 1 is what OpenPI serves.
-        weights: What the checkpoint serves (the average, where there is one), or the optimiser's own.
+        weights: What the checkpoint serves, the average (EMA) if its run kept one; or raw, the optimiser's own.
+        advantage: For policies that practised by cfg: "Advantage: positive" after every prompt asks for good actions.
+        guidance: With --advantage, so many times as far from what it would do unasked; 1 is what OpenPI can serve.
         execute: Actions of a chunk before the policy looks again; as the benchmark's clients do if left out.
         seed: Of the policy's noise, which is made of it, the start state and the step.
         limit: Steps of an episode; the benchmark's own if left out.
         shadows: Render them, which takes several times as long; OpenPI's own clients do for ALOHA.
         environments: Side by side; one call of the policy serves half of them while the others act.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
-        out: JSON of everything, episode by episode.
+        hang_after: Seconds without a word after which a worker is replaced and its episodes run again.
+        out: JSON of everything: counts, intervals, the comparison, and every episode.
         save_dataset: A new folder for the episodes as a LeRobot v3.0 dataset.
         video: Film so many episodes of each task, next to --out.
         robot: Whose data it was trained on, for checkpoints of OpenPI's.
@@ -72,10 +79,11 @@ def evaluate(
     """
     from pistar.envs.env import EnvOptions, find_tasks
     from pistar.envs.rollout import batch_size
-    from pistar.training.acting import Actor, load_judge
-    from pistar.training.evaluation import Player, Setting, compare, load_evaluation
+    from pistar.training.acting import Actor, learnt_labels, load_judge
+    from pistar.training.evaluation import Player, Setting, prepare
     from pistar.training.offline import use_compilation_cache
-    from pistar.training.policy import load_policy
+    from pistar.training.policy import Policy, load_policy
+    from pistar.training.results import compare, differences, load_evaluation
 
     console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
     find_tasks(env)  # before anything is loaded
@@ -89,49 +97,87 @@ def evaluate(
     if against is not None and not against.exists():
         raise UserError(f"--against {against} does not exist; name a checkpoint or a JSON file of pistar eval.")
     second = load_evaluation(against) if against is not None and against.suffix == ".json" else None
-    if second is not None and second.seed != seed:
-        raise UserError(f"{against} was made with seed {second.seed}; pairs need the same: --seed {second.seed}.")
-    if second is not None and limit is not None and {task.limit for task in second.results} != {limit}:
-        raise UserError(f"--limit is {limit} and {against} was made with another; pairs need the same.")
+    options = EnvOptions(limit=limit, shadows=shadows)
+    setting = Setting(env, episodes, starts, execute, environments, workers, options, seed, video, hang_after)
     use_compilation_cache()
 
-    def player(path: Path, best: int) -> "Player":
-        told = {"robot": robot, "tokenizer": tokenizer, "asset_id": asset_id, "action_horizon": action_horizon}
-        policy = load_policy(path, prompt_format=prompt_format, weights=weights, **told)  # type: ignore[arg-type]
-        judge = load_judge(path) if best > 1 else None
-        return Player(
-            lambda count: Actor(policy, batch_size(count), seed, best, judge),
-            policy.robot,
-            policy.config.action_horizon,
+    def load(path: Path, asked: Literal["positive", "negative", "none"], guided: float) -> Policy:
+        return load_policy(
+            path,
+            robot=robot,
+            tokenizer=tokenizer,
+            asset_id=asset_id,
+            action_horizon=action_horizon,
+            prompt_format=prompt_format,
+            weights=weights,
+            advantage=asked,
+            guidance=guided,
         )
 
-    options = EnvOptions(limit=limit, shadows=shadows)
-    setting = Setting(env, episodes, starts, execute, environments, workers, options, seed=seed, films=video)
-    # Both before the first episode: what is wrong with either is told at once.
-    players = player(checkpoint, best_of), None if against is None or second is not None else player(against, 1)
-    first = _evaluate(checkpoint, players[0], setting, weights, best_of, errors, save_dataset, out)
+    def player(path: Path, policy: Policy, best: int) -> Player:
+        judge = load_judge(path) if best > 1 else None
+        act = lambda count: Actor(policy, batch_size(count), seed, best, judge)  # noqa: E731  # a line, not five
+        return Player(act, policy.robot, policy.config.action_horizon, policy.check_prompt)
+
+    # Everything before the first episode: what is wrong with either, or with the pair, is told at once.
+    policy = load(checkpoint, advantage or "none", guidance)
+    mine = player(checkpoint, policy, best_of)
+    first = prepare(
+        setting,
+        mine,
+        checkpoint=str(checkpoint),
+        weights=weights,
+        best_of=best_of,
+        served_average=policy.averaged,
+        advantage=advantage,
+        guidance=guidance,
+    )
+    theirs = None
+    if against is not None and second is None:
+        policy = load(against, "none", 1.0)
+        theirs = player(against, policy, 1)
+        second = prepare(setting, theirs, checkpoint=str(against), weights=weights, served_average=policy.averaged)
+    different = [] if second is None else differences(first, second)
+    labels = learnt_labels(checkpoint)
+    if labels and advantage is None:
+        _note(errors, f"{_label(checkpoint)} practised by cfg; --advantage positive asks it for good actions.")
+    if labels is False and advantage is not None:
+        _note(errors, f"{_label(checkpoint)} was never told of advantages; to it, the label is a few more words.")
+    name, other = _label(checkpoint), "" if second is None else _label(second.checkpoint)
+    if name == other:
+        other += " (against)"
+    differing = f"besides the policies, these differ ({name} / {other}): {'; '.join(different)}."
+    if different:
+        _note(errors, differing)
+
+    written = [out]
+    first = _evaluate(first, mine, name, setting, errors, save_dataset, written)
     first.save(out)
     heads = ("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
     table = Table(*(Column(head, overflow="fold") for head in heads))  # a name that is cut off may be another's too
-    _rows(table, _label(checkpoint), first)
-    if against is not None and players[1] is not None:
-        beside = out.with_name(f"{out.stem}_against.json")
-        second = _evaluate(against, players[1], setting, weights, 1, errors, None, beside)
-        second.save(beside)
+    _rows(table, name, first)
+    if theirs is not None and second is not None:
+        beside = [out.with_name(f"{out.stem}_against.json")]
+        second = _evaluate(second, theirs, other, setting, errors, None, beside)
+        second.save(beside[0])
+        written += beside
     if second is not None:
-        _rows(table, _label(second.checkpoint), second)
+        first.save(out, second)
+        _rows(table, other, second)
     console.print(table)
-    _tell(first, console)
+    _tell(name, first, console)
     if second is not None:
-        _tell(second, console)
+        _tell(other, second, console)
         pairs = compare(first, second)
+        if different:
+            console.print(differing, markup=False)
         console.print(
-            f"On the same start states: both {pairs.both}, only {_label(checkpoint)} {pairs.only_first}, "
-            f"only {_label(second.checkpoint)} {pairs.only_second}, neither {pairs.neither}; "
+            f"On the same start states: both {pairs.both}, only {name} {pairs.only_first}, "
+            f"only {other} {pairs.only_second}, neither {pairs.neither}; "
             f"p = {pairs.p:.2g} by McNemar's exact test.",
             markup=False,
         )
-    console.print(f"Wrote {out}", markup=False)
+    console.print(f"Wrote {', '.join(map(str, written))}", markup=False)
 
 
 def collect(
@@ -151,6 +197,7 @@ def collect(
     shadows: bool = False,
     environments: int = 16,
     workers: int | None = None,
+    hang_after: float = 120.0,
     robot: str | None = None,
     tokenizer: str | None = None,
     asset_id: str | None = None,
@@ -175,6 +222,7 @@ def collect(
         shadows: Render them, which takes several times as long.
         environments: Side by side.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
+        hang_after: Seconds without a word after which a worker is replaced and its episodes run again.
         robot: Whose data the policy was trained on, for checkpoints of OpenPI's.
         tokenizer: PaliGemma's SentencePiece file, or "tiny"; found in OpenPI's cache if left out.
         asset_id: Which norm stats to use, where the checkpoint has several.
@@ -203,7 +251,7 @@ def collect(
     if out.exists():
         raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
     options = EnvOptions(cameras=cameras, image_size=image_size, shadows=shadows, limit=limit)
-    setting = Setting(env, episodes, starts, None, environments, workers, options, seed)
+    setting = Setting(env, episodes, starts, None, environments, workers, options, seed, hang_after=hang_after)
     if policy is not None:
         use_compilation_cache()
         loaded = load_policy(
@@ -243,23 +291,23 @@ def collect(
 
 
 def _evaluate(
-    path: Path,
+    prepared: "Evaluation",
     player: "Player",
+    name: str,
     setting: "Setting",
-    weights: str,
-    best_of: int,
     errors: Console,
     save_dataset: Path | None,
-    out: Path,
+    written: list[Path],
 ) -> "Evaluation":
-    """With progress, films and the dataset, where they are wanted."""
+    """With progress, films and the dataset, where they are wanted: beside the first that will be written, and noted."""
     from pistar.report.video import write_video
     from pistar.training.evaluation import dataset_writer, evaluate
     from pistar.training.progress import episodes_shown
 
     with contextlib.ExitStack() as stack:
         writer = None
-        show = stack.enter_context(episodes_shown(_label(path), errors))
+        show = stack.enter_context(episodes_shown(name, errors))
+        out = written[0]
 
         def each(scene: "Scene", total: int, rollout: "Rollout") -> None:
             nonlocal writer
@@ -268,15 +316,15 @@ def _evaluate(
                 if writer is None:
                     assert player.robot is not None
                     writer = stack.enter_context(dataset_writer(save_dataset, scene, player.robot))
+                    written.append(save_dataset)
                 writer.add(rollout.episode)
             if rollout.film:
                 end = "success" if rollout.episode is not None and rollout.episode.success else "no_success"
-                name = f"{out.stem}_{scene.name.replace('/', '_')}_{rollout.start_id}_{end}.mp4"
-                write_video(out.with_name(name), rollout.film, scene.fps)
+                film = out.with_name(f"{out.stem}_{scene.name.replace('/', '_')}_{rollout.start_id}_{end}.mp4")
+                write_video(film, rollout.film, scene.fps)
+                written.append(film)
 
-        record = save_dataset is not None
-        told = str(path)
-        return evaluate(setting, player, checkpoint=told, weights=weights, best_of=best_of, each=each, record=record)
+        return evaluate(prepared, setting, player, each=each, record=save_dataset is not None)
 
 
 def _check_numbers(seed: int, video: int = 0) -> None:
@@ -291,31 +339,33 @@ def _label(path: str | Path) -> str:
     return "/".join([run, *step])
 
 
-def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:
-    from pistar.training.counting import wilson
-    from pistar.training.evaluation import pooled
+def _note(errors: Console, text: str) -> None:
+    errors.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def row(task: str, successes: int, trials: int, steps: list[int]) -> None:
-        low, high = wilson(successes, trials)
-        rate = f"{100 * successes / trials:.0f} %" if trials else "–"
-        mean = f"{sum(steps) / len(steps):.0f}" if steps else "–"
-        table.add_row(name, task, str(successes), str(trials), rate, f"{100 * low:.0f}–{100 * high:.0f} %", mean)
+
+def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:
+    def row(task: str, counts: "Counts") -> None:
+        low, high = counts.wilson_95
+        rate = "–" if counts.rate is None else f"{100 * counts.rate:.0f} %"
+        mean = "–" if counts.mean_steps_to_success is None else f"{counts.mean_steps_to_success:.0f}"
+        sure = f"{100 * low:.0f}–{100 * high:.0f} %"
+        table.add_row(name, task, str(counts.succeeded), str(counts.of), rate, sure, mean)
 
     for task in evaluation.results:
-        row(task.env, task.successes, task.run, [trial.steps for trial in task.trials if trial.success])
+        row(task.env, task.counts)
     if len(evaluation.results) > 1:
-        trials = [trial for task in evaluation.results for trial in task.trials]
-        row("all", *pooled(evaluation.results), [trial.steps for trial in trials if trial.success])
+        row("all", evaluation.counts)
 
 
-def _tell(evaluation: "Evaluation", console: Console) -> None:
-    from pistar.training.evaluation import faults_of
+def _tell(name: str, evaluation: "Evaluation", console: Console) -> None:
+    from pistar.training.results import faults_of
 
-    served = "the weights it serves (their average, where it has one)"
-    whose = served if evaluation.weights == "serving" else "the optimiser's own weights"
     choice = f", best of {evaluation.best_of} by its critic" if evaluation.best_of > 1 else ""
+    if evaluation.advantage is not None:
+        guided = "" if evaluation.guidance == 1 else f" with guidance {evaluation.guidance:g}"
+        choice += f", asked for “Advantage: {evaluation.advantage}”{guided}"
     console.print(
-        f"{_label(evaluation.checkpoint)}: by {whose}{choice}; {evaluation.starts} start states, "
+        f"{name}: by {evaluation.whose}{choice}; {evaluation.starts} start states, "
         f"seed {evaluation.seed}, {evaluation.execute} actions a chunk, {evaluation.seconds:.0f} s; "
         "95 % intervals by Wilson.",
         markup=False,

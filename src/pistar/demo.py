@@ -23,6 +23,7 @@ from rich.table import Table
 from pistar.config import AcrlpdConfig
 from pistar.data.frames import progress_bar
 from pistar.data.robots import find_robot
+from pistar.data.words import counted
 from pistar.envs.env import EnvOptions
 from pistar.envs.rollout import batch_size, roll_out
 from pistar.envs.vector import Environments
@@ -34,22 +35,12 @@ from pistar.report.video import write_video
 from pistar.training import offline, online
 from pistar.training.acting import Actor
 from pistar.training.config import RLTrainConfig
-from pistar.training.counting import wilson
-from pistar.training.evaluation import (
-    Evaluation,
-    Player,
-    Setting,
-    compare,
-    dataset_writer,
-    evaluate,
-    load_evaluation,
-    pooled,
-    run_task,
-)
+from pistar.training.evaluation import Player, Setting, dataset_writer, evaluate, prepare, run_task
 from pistar.training.metrics import read_metrics
 from pistar.training.optimizers import CosineSchedule
-from pistar.training.policy import load_policy
+from pistar.training.policy import Policy, load_policy
 from pistar.training.progress import episodes_shown
+from pistar.training.results import Evaluation, compare, load_evaluation
 from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
 from pistar.training.weighing import weigh
@@ -163,19 +154,17 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
         f"{_short(stage, best)}, {pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
     )
     picture = out / "result.svg"
-    counts = {stage.names[name]: pooled(each.results) for name, each in evaluations.items()}
+    counts = {stage.names[name]: each.counts for name, each in evaluations.items()}
     picture.write_text(
         success_chart(
-            {name: (won, of, *wilson(won, of)) for name, (won, of) in counts.items()},
+            {name: (each.succeeded, each.of, *each.wilson_95) for name, each in counts.items()},
             _curves(out, budget),
             title=f"{stage.env}: successes of {budget.tasks}, and how {_short(stage, best)} learnt",
         ),
         encoding="utf-8",
     )
     console.print(f"Drew {picture}")
-    film = _film(stage, checkpoints, evaluations, out, seed)
-    nothing = f"No start state where BC fails and {_short(stage, best)} succeeds, so no film."
-    console.print(f"Filmed {film}" if film else nothing)
+    console.print(_film(stage, checkpoints, evaluations, out, seed))
     if problems := verify(checkpoints[best]).problems:
         raise AssertionError(f"the demo's own checkpoint is not sound: {problems}")
     console.print(f"{checkpoints[best]} is an OpenPI checkpoint (pistar verify finds it whole and sound).")
@@ -341,8 +330,7 @@ def _weigh(critic: Path, weights: Path, console: Console) -> None:
         console.print(weigh(critic, weights, progress=bar).told(), highlight=False)
 
 
-def _player(checkpoint: Path, seed: int) -> Player:
-    policy = load_policy(checkpoint)
+def _player(policy: Policy, seed: int) -> Player:
     return Player(lambda count: Actor(policy, batch_size(count), seed), policy.robot, policy.config.action_horizon)
 
 
@@ -350,26 +338,24 @@ def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Con
     if path.exists():
         console.print("done before")
         return load_evaluation(path)
-    stage = STAGES[budget.algo]
+    stage, policy = STAGES[budget.algo], load_policy(checkpoint)
     setting = Setting(stage.env, budget.tasks, "held-out", options=EnvOptions(limit=stage.limit), seed=seed)
+    player = _player(policy, seed)
+    prepared = prepare(setting, player, checkpoint=str(checkpoint), weights="serving", served_average=policy.averaged)
     with episodes_shown("episodes", console) as show:
-        found = evaluate(
-            setting,
-            _player(checkpoint, seed),
-            checkpoint=str(checkpoint),
-            weights="serving",
-            each=show,
-        )
+        found = evaluate(prepared, setting, player, each=show)
     found.save(path)
+    console.print(f"by {found.whose}")
     return found
 
 
 def _table(stage: Stage, evaluations: dict[str, Evaluation]) -> Table:
     table = Table("", "succeeded", "rate", "95 %", title=f"{stage.env}, held-out start states")
     for name, evaluation in evaluations.items():
-        won, of = pooled(evaluation.results)
-        low, high = wilson(won, of)
-        table.add_row(stage.names[name], f"{won}/{of}", f"{won / of:.0%}", f"{low:.0%} to {high:.0%}")
+        counts = evaluation.counts
+        low, high = counts.wilson_95
+        rate = "–" if counts.rate is None else f"{counts.rate:.0%}"
+        table.add_row(stage.names[name], f"{counts.succeeded}/{counts.of}", rate, f"{low:.0%} to {high:.0%}")
     return table
 
 
@@ -378,34 +364,48 @@ def _curve(metrics: list[dict[str, Any]], name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in metrics if name in line}
 
 
+FILM_TRIES = 5
+"""Start states to run again for a film."""
+
+
 def _film(
-    stage: Stage, checkpoints: dict[str, Path], evaluations: dict[str, Evaluation], out: Path, seed: int
-) -> Path | None:
-    """Both policies from one start state where imitation fails and π* succeeds, side by side."""
+    stage: Stage, checkpoints: Mapping[str, Path], evaluations: Mapping[str, Evaluation], out: Path, seed: int
+) -> str:
+    """Both policies from one start state where imitation fails and π* succeeds, side by side; what to say of it.
+
+    They are run again for it, alone, which may change their last bits: what does not come out as it was judged is not
+    shown, and another start state is taken.
+    """
     shown = (stage.judged[0], stage.judged[-1])
+    before, after = (_short(stage, name) for name in shown)
     (lost,), (gained,) = (evaluations[name].results for name in shown)
     starts = [
-        before.start_id
-        for before, after in zip(lost.trials, gained.trials, strict=True)
-        if before.success is False and after.success
+        one.start_id
+        for one, other in zip(lost.trials, gained.trials, strict=True)
+        if one.success is False and other.success
     ]
     if not starts:
-        return None
-    films = []
+        return f"No start state where {before} fails and {after} succeeds, so no film."
+    players = {name: _player(load_policy(checkpoints[name]), seed) for name in shown}
     with Environments(stage.env, EnvOptions(limit=stage.limit), count=1, workers=1) as envs:
-        for name in shown:
-            player = _player(checkpoints[name], seed)
-            assert not isinstance(player.act, Script)
-            # In a batch of the shape it was judged in, which decides the last bits.
-            (rollout,) = roll_out(
-                envs, starts[:1], player.act(Setting(stage.env).environments), execute=player.horizon, films=1
-            )
-            films.append([_captioned(frame, _short(stage, name)) for frame in rollout.film])
+        for start_id in starts[:FILM_TRIES]:
+            again = {}
+            for name, player in players.items():
+                assert not isinstance(player.act, Script)
+                # In a batch of the shape it was judged in, which decides the last bits.
+                act = player.act(evaluations[name].environments)
+                (again[name],) = roll_out(envs, [start_id], act, execute=evaluations[name].execute, films=1)
+            if [rollout.episode is not None and rollout.episode.success for rollout in again.values()] == [False, True]:
+                break
+        else:
+            tried = counted(len(starts[:FILM_TRIES]), "start state")
+            return f"No film: {tried} where {before} fails and {after} succeeds came out otherwise when run again."
+    films = [[_captioned(frame, _short(stage, name)) for frame in rollout.film] for name, rollout in again.items()]
     length = max(map(len, films))
     frames = [np.concatenate([film[min(i, len(film) - 1)] for film in films], axis=1) for i in range(length)]
     path = out / f"{'_and_'.join(shown)}.mp4"
     write_video(path, frames, envs.scene.fps)
-    return path
+    return f"Filmed {path}: start state {start_id}, where {before} fails and {after} succeeds."
 
 
 def _captioned(frame: UInt8[np.ndarray, "h w 3"], text: str) -> UInt8[np.ndarray, "h w 3"]:

@@ -28,6 +28,8 @@ def episode(seed: int, length: int, **end: bool) -> Episode:
         rewards=rng.normal(size=length).astype(np.float32),
         task=f"task {seed % 2}",
         **{"terminated": True, "truncated": False, "success": True} | end,
+        start_id=None if seed == 3 else 1_000_000 + seed,
+        seed=None if seed == 3 else 40,
     )
 
 
@@ -49,6 +51,14 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
                 assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
             else:
                 assert np.array_equal(ours, theirs), field.name
+
+
+def test_an_episode_of_a_robot_has_no_start_state(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", [episode(3, 5)], fps=10, robot_type="dot", layout=Layout(videos=False))
+    dataset = open_dataset(tmp_path / "set")
+    assert not {"start_id", "seed"} & dataset.features.keys()
+    found = read_episode(dataset, 0)
+    assert (found.start_id, found.seed) == (None, None)
 
 
 @pytest.mark.parametrize("version", ["lerobot_v21", "lerobot_v30"])

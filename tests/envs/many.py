@@ -66,6 +66,13 @@ def down(options: EnvOptions) -> Drift:
     return Drift(options, "down", -0.02, 5)
 
 
+def few(options: EnvOptions) -> Drift:
+    """Start states to be judged by."""
+    made = Drift(options, "few", 0.1, 3)
+    made.scene = dataclasses.replace(made.scene, held_out=range(100, 104))
+    return made
+
+
 def of_another_robot(options: EnvOptions) -> Drift:
     made = left(options)
     made.scene = dataclasses.replace(made.scene, robot="line")

@@ -37,7 +37,17 @@ def drawer() -> Iterator[libero.Libero]:
 
 
 @pytest.fixture(scope="module")
-def robosuites_own() -> list[dict[str, Any]]:
+def drawer_alone(drawer: libero.Libero) -> np.ndarray:
+    """A picture of it from when nothing else had been drawn in this process."""
+    assert libero._Graphics._window is None
+    drawer.begin(3)
+    picture = drawer.render()
+    drawer._views.close()
+    return picture
+
+
+@pytest.fixture(scope="module")
+def robosuites_own(drawer_alone: object) -> list[dict[str, Any]]:
     """What robosuite observes at 256 × 256 after settling and after each action, driven as OpenPI's client does."""
     with libero._quiet():
         benchmark, _ = libero._import_libero()
@@ -103,7 +113,8 @@ BOWL, OTHER = "libero/spatial/4", "libero/spatial/0"
 
 def over(workers: int, tasks: Sequence[str], starts: Sequence[tuple[str, int]], *, kill: bool = False) -> list[Rollout]:
     """Short episodes; the first worker may be killed when the policy is first asked."""
-    with Environments(tasks, EnvOptions(cameras=(), limit=3), count=2, workers=workers) as envs:
+    with Environments(tasks, EnvOptions(cameras=(), limit=3), count=max(2, workers), workers=workers) as envs:
+        assert envs.workers == workers
         first = [worker.pid for worker in envs._workers[:kill]]
 
         def act(requests: Sequence[Request]) -> np.ndarray:
@@ -114,17 +125,28 @@ def over(workers: int, tasks: Sequence[str], starts: Sequence[tuple[str, int]], 
         return list(roll_out(envs, starts, act, execute=1, record=True))
 
 
-def test_workers_give_the_same_episodes_to_the_bit_and_so_does_one_that_takes_a_killed_ones_place() -> None:
-    """Over none, over one (which is killed) beside another task, and over two; a world takes some seconds to build."""
-    alone = [(BOWL, 40), (BOWL, 41)]
+def test_workers_give_the_same_episodes_to_the_bit_and_so_does_one_that_takes_a_killed_ones_place(
+    drawer: libero.Libero,
+) -> None:
+    """Over none, over one (which is killed) beside another task, over two and over four; a world takes seconds."""
+    starts = [40, 41, 42, 43]
+    alone = []
+    for start_id in starts:
+        drawer.begin(start_id)
+        seen = [drawer.observe()]
+        for action in ACTIONS[:3]:
+            drawer.act(action)
+            seen.append(drawer.observe())
+        alone.append(np.stack([each["observation/state"] for each in seen]))
+    assert len({states.tobytes() for states in alone}) == 4
     mixed = over(1, [BOWL, OTHER], [(BOWL, 40), (OTHER, 40), (BOWL, 41)], kill=True)
     assert {fault.kind for rollout in mixed for fault in rollout.faults} == {"died", "lost"}
-    found = [over(0, [BOWL], alone), [rollout for rollout in mixed if rollout.task == BOWL], over(2, [BOWL], alone)]
-    assert not any(rollout.faults for rollout in found[2])
-    for rollouts in zip(*found, strict=True):
-        seen = {r.episode.observations["observation/state"].tobytes() for r in rollouts if r.episode is not None}
-        assert len(seen) == 1
-    assert all(rollout.episode is not None for rollouts in [*found, mixed] for rollout in rollouts)
+    together = [over(workers, [BOWL], [(BOWL, start) for start in starts[:workers]]) for workers in (2, 4)]
+    assert not any(rollout.faults for rollouts in together for rollout in rollouts)
+    for rollouts in ([rollout for rollout in mixed if rollout.task == BOWL], *together):
+        for rollout, states in zip(rollouts, alone, strict=False):
+            assert rollout.episode is not None
+            np.testing.assert_array_equal(rollout.episode.observations["observation/state"], states)
     words = {rollout.episode.task for rollout in mixed if rollout.episode is not None}
     assert len(words) == 2, "each task in its own words"
 
@@ -167,6 +189,27 @@ def test_sees_what_openpis_client_sees(stove: libero.Libero, robosuites_own: lis
     np.testing.assert_array_equal(people, np.flipud(robosuites_own[-1]["agentview_image"]))
     # The right way up, wood is below, and above are the wall and the arm, all grey.
     assert np.ptp(people[200:].mean((0, 1))) > 20 > np.ptp(people[:40].mean((0, 1)))
+
+
+def test_all_environments_of_a_process_draw_in_one_window_and_do_not_disturb_each_other(
+    stove: libero.Libero, drawer: libero.Libero, drawer_alone: np.ndarray
+) -> None:
+    stove.begin(0)
+    stove_alone, window = stove.render(), libero._Graphics._window
+    drawer.begin(3)
+    for _ in range(2):  # in turn
+        np.testing.assert_array_equal(drawer.render(), drawer_alone)
+        np.testing.assert_array_equal(stove.render(), stove_alone)
+    assert libero._Graphics._by_task.keys() == {"libero/goal/7", "libero/spatial/4"}
+    second = libero.make("goal/7", EnvOptions())
+    second.begin(0)
+    np.testing.assert_array_equal(second.render(), stove_alone)
+    assert len(libero._Graphics._by_task) == 2, "what is loaded is loaded once for a task"
+    second.close()
+    drawer._views.close()
+    np.testing.assert_array_equal(stove.render(), stove_alone)
+    assert libero._Graphics._window is window
+    assert list(libero._Graphics._by_task) == ["libero/goal/7"]
 
 
 def test_pictures_come_in_the_size_and_number_asked_for(stove: libero.Libero) -> None:

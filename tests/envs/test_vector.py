@@ -49,6 +49,16 @@ def test_any_number_of_processes_gives_the_same(workers: int) -> None:
         np.testing.assert_array_equal(answer.actions, np.full((4, 2), min(0.05 * slot, 0.2)))
 
 
+def test_there_are_as_many_workers_as_cores_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        with Environments(TOY, count=3) as envs:
+            assert envs.workers == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_pictures_are_kept_when_the_worker_goes_on() -> None:
     with Environments(TOY, EnvOptions(cameras=("a",), image_size=8), count=1, workers=1) as envs:
         first = envs.do({0: Begin(0)})[0]

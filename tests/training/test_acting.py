@@ -15,8 +15,10 @@ from pistar.data.transforms import stack_observations
 from pistar.envs.rollout import Request
 from pistar.errors import UserError
 from pistar.models.pi0 import bind
-from pistar.training.acting import Actor, load_judge
+from pistar.presets import get_config
+from pistar.training.acting import Actor, learnt_labels, load_judge
 from pistar.training.checkpoints import open_checkpoint
+from pistar.training.config import save_config
 from pistar.training.policy import Policy, load_policy
 from pistar.types import Observation
 
@@ -149,3 +151,22 @@ def test_served_weights_are_the_average_and_raw_ones_the_optimisers(runs: dict[s
     apart = float(jnp.abs(raw.params[name] - served.params[name]).max())
     # Two of Adam's steps, 0.04 at most, less the average's share in them: 0.01·0.04 + 0.99·0.01·0.02 = 0.0006.
     assert apart == pytest.approx(0.0394, abs=1e-3)
+
+
+def test_an_actor_asks_as_its_policy_does_and_is_led_as_far(fresh: Path) -> None:
+    asked = load_policy(fresh, advantage="positive", guidance=2.0)
+    (chunk,) = Actor(asked, BATCH, SEED)([one := request(3, 5)])
+    (expected,) = asked.act([dict(one.observation)], noise_of(SEED, one, 1))
+    np.testing.assert_allclose(chunk, expected, atol=2e-2)  # another batch, in bfloat16
+    (plain,) = Actor(load_policy(fresh), BATCH, SEED)([one])
+    assert np.abs(chunk - plain).max() > 5e-2
+
+
+def test_only_a_run_by_cfg_has_taught_labels(runs: dict[str, Path], fresh: Path, tmp_path: Path) -> None:
+    assert learnt_labels(runs["bc_metaworld"]) is False
+    assert learnt_labels(fresh) is None
+    step = tmp_path / "run" / "checkpoints" / "1"
+    shutil.copytree(fresh, step)
+    for preset, taught in (("ript_metaworld", False), ("ript_full_test", True)):
+        save_config(tmp_path / "run" / "config.yaml", get_config(preset))
+        assert learnt_labels(step) is taught

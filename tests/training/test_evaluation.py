@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,30 +12,24 @@ import pytest
 from metaworld_policy import fresh_checkpoint
 from pistar.data.lerobot import open_dataset
 from pistar.data.robots import Robot
-from pistar.envs.env import EnvOptions, Scene
+from pistar.envs.env import EnvOptions, Scene, StartEnv, make_env
 from pistar.envs.rollout import Act, Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
 from pistar.errors import UserError
 from pistar.training.acting import Actor
 from pistar.training.evaluation import (
-    Evaluation,
-    Paired,
     Player,
     Setting,
     Starts,
-    TaskResult,
-    Trial,
     choose_starts,
-    compare,
     dataset_writer,
     evaluate,
-    faults_of,
-    load_evaluation,
-    pooled,
+    prepare,
     run_task,
 )
 from pistar.training.policy import Policy, load_policy
+from pistar.training.results import Evaluation, faults_of
 from pistar.types import Episode
 
 TOY = "envs.toy:make"
@@ -73,29 +67,24 @@ def setting(**changes: object) -> Setting:
     )
 
 
-def result(*trials: tuple[int, bool | None], env: str = TOY) -> TaskResult:
-    return TaskResult(env, "come home", 15, tuple(Trial(start, success, 5) for start, success in trials))
-
-
-def evaluation(*results: TaskResult, seed: int = 0, checkpoint: str = "runs/a/checkpoints/2") -> Evaluation:
-    return Evaluation(checkpoint, "serving", 1, 5, "held-out", seed, 16, 224, False, results, 1.5, {"jax": "0.10"})
+def judged(where: Setting, who: Player, each: Callable[[Scene, int, Rollout], object] = lambda *_: None) -> Evaluation:
+    return evaluate(prepare(where, who, checkpoint="", weights="serving"), where, who, each=each)
 
 
 def test_successes_are_counted_start_by_start() -> None:
     told: list[tuple[str, int, int]] = []
+    where, who = setting(seed=3), player(homeward([100, 102, 105]))
+    prepared = prepare(where, who, checkpoint="mine", weights="raw", best_of=2, served_average=True)
+    assert [trial.success for trial in prepared.results[0].trials] == [None] * 6, "nothing has been run"
     found = evaluate(
-        setting(seed=3),
-        player(homeward([100, 102, 105])),
-        checkpoint="mine",
-        weights="raw",
-        best_of=2,
-        each=lambda scene, total, rollout: told.append((scene.name, total, rollout.start_id)),
+        prepared, where, who, each=lambda scene, total, rollout: told.append((scene.name, total, rollout.start_id))
     )
     (task,) = found.results
     assert [(trial.start_id, trial.success) for trial in task.trials] == [
         (start, start in (100, 102, 105)) for start in range(100, 106)
     ]
-    assert (task.env, task.instruction, task.limit, task.run, task.successes) == (TOY, "come home", 15, 6, 3)
+    assert (task.env, task.instruction, task.limit) == (TOY, "come home", 15)
+    assert (task.counts.succeeded, task.counts.of, task.counts.not_run, task.counts.rate) == (3, 6, 0, 0.5)
     assert all(trial.steps == 15 for trial in task.trials if not trial.success)
     assert all(1 <= trial.steps < 15 for trial in task.trials if trial.success)
     assert (found.checkpoint, found.weights, found.best_of, found.execute) == ("mine", "raw", 2, 1)
@@ -113,7 +102,7 @@ def test_so_many_actions_of_a_chunk_are_executed(asked: int | None, executed: in
         steps.update(request.step for request in requests)
         return np.zeros((len(requests), CHUNK, 2))
 
-    found = evaluate(setting(execute=asked, episodes=2), player(act), checkpoint="", weights="serving")
+    found = judged(setting(execute=asked, episodes=2), player(act))
     assert found.execute == executed
     assert steps == set(range(0, 15, executed))
 
@@ -125,73 +114,27 @@ def test_what_the_policy_makes_its_simulator_do_counts_and_what_it_has_no_part_i
     monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
     (tmp_path / f"101.{kind}").touch()
     everywhere = player(homeward(range(100, 106)))
-    found = evaluate(setting(workers=1), everywhere, checkpoint="", weights="serving")
+    found = judged(setting(workers=1), everywhere)
     (task,) = found.results
     assert [trial.success for trial in task.trials] == [True, counted, True, True, True, True]
-    assert (task.successes, task.run) == (5, 6 if counted is False else 5)
+    of = 6 if counted is False else 5
+    assert (task.counts.succeeded, task.counts.of, task.counts.not_run) == (5, of, 6 - of)
     assert len(task.trials[1].faults) == 3
 
 
-def test_evaluations_of_different_lengths_are_no_pairs() -> None:
-    short = dataclasses.replace(result((100, True)), limit=7)
-    with pytest.raises(UserError, match="for up to 15 and 7 steps"):
-        compare(evaluation(result((100, True))), evaluation(short))
-
-
-def test_what_was_found_comes_back_from_its_file(tmp_path: Path) -> None:
-    one, other = result((100, True), (101, False)), result((100, None), env="other")
-    broken = dataclasses.replace(other.trials[0], faults=("died: its worker ended with code -9", "hung: no answer"))
-    found = evaluation(one, dataclasses.replace(other, trials=(broken,)), seed=4)
-    path = tmp_path / "deep" / "down" / "found.json"
-    found.save(path)
-    assert load_evaluation(path) == found
-    assert [each.name for each in path.parent.iterdir()] == ["found.json"]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "is no evaluation"),
-        ("[]", "a table of fields belongs there"),
-        ('{"checkpoint": "x"}', "is missing"),
-    ],
-)
-def test_a_file_that_is_no_evaluation_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match=says) as refused:
-        load_evaluation(tmp_path / "x.json")
-    assert "x.json" in str(refused.value)
-    with pytest.raises(UserError, match="is no evaluation"):
-        load_evaluation(tmp_path / "nowhere.json")
-
-
-def test_two_evaluations_are_compared_start_by_start() -> None:
-    first = [True] * 9 + [True] * 2 + [False] * 8 + [False] + [None, True]
-    second = [True] * 1 + [False] * 8 + [True] * 2 + [True] * 1 + [False] * 8 + [True, None]
-    assert len(first) == len(second) == 22
-    mine, theirs = (evaluation(result(*enumerate(each))) for each in (first, second))
-    pairs = compare(mine, theirs)
-    # Counted by hand: 0 and 9–10 both, 1–8 only mine, 11 only theirs, 12–19 neither; 20 and 21 one could not run.
-    assert pairs == Paired(both=3, only_first=8, only_second=1, neither=8)
-    assert pairs.p == 2 * (1 + 9) / 2**9
-    assert compare(theirs, mine).p == pairs.p
-    assert compare(mine, mine) == Paired(both=12, only_first=0, only_second=0, neither=9)
-    assert compare(mine, mine).p == 1.0
-
-
-def test_the_same_start_of_another_task_is_another_start() -> None:
-    two = evaluation(result((0, True), env="a"), result((0, False), env="b"))
-    assert compare(two, two) == Paired(both=1, only_first=0, only_second=0, neither=1)
-    assert pooled(two.results) == (1, 2)
-
-
-def test_evaluations_that_are_no_pairs_are_refused() -> None:
-    mine = evaluation(result((0, True), (1, True)))
-    for other in (result((0, True)), result((0, True), (2, True)), result((0, True), (1, True), env="elsewhere")):
-        with pytest.raises(UserError, match=r"b was evaluated on other start states .*same --env, --episodes and --st"):
-            compare(mine, evaluation(other, checkpoint="b"))
-    with pytest.raises(UserError, match="have seeds 0 and 1; pairs need the same one"):
-        compare(mine, evaluation(mine.results[0], seed=1))
+@pytest.mark.parametrize(("options", "built"), [({}, 4), ({"episodes": 2}, 2), ({"environments": 3}, 3)])
+def test_no_more_simulators_are_built_than_there_are_episodes(
+    options: dict[str, int], built: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LIBERO has ten held-out start states a task, and 0.8 GB for each simulator beyond them would be for nothing."""
+    monkeypatch.setenv("MANY_LOG", str(tmp_path))
+    where = Setting("envs.many:few", environments=options.get("environments", 16), episodes=options.get("episodes"))
+    where = dataclasses.replace(where, workers=0)
+    still = dataclasses.replace(ROBOT, action_dim=1)
+    found = judged(where, Player(lambda _: lambda asked: np.zeros((len(asked), CHUNK, 1)), still, CHUNK))
+    alive = [int(line.split()[1]) for line in (tmp_path / "built").read_text().splitlines()]
+    assert max(alive) == built
+    assert found.counts.of == options.get("episodes", 4)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +172,9 @@ def nobody(requests: Sequence[Request]) -> np.ndarray:
         ({"execute": 5}, {}, "--execute is 5; the policy's chunks have 1 to 4 actions"),
         ({"execute": 0}, {}, "--execute is 0; the policy's chunks have 1 to 4 actions"),
         ({"episodes": 101}, {}, "--episodes is 101; toy has 100 held-out start states"),
-        ({"environments": 0}, {}, "at least 1 environment is needed"),
+        ({"environments": 0}, {}, "--environments is 0; at least 1 environment is needed"),
+        ({"workers": -1}, {}, "--workers is -1"),
+        ({"hang_after": 0.0}, {}, "--hang-after is 0; give a number of seconds"),
         ({"env": "envs.toy:makes"}, {}, "Environment envs.toy:makes cannot be had"),
     ],
 )
@@ -238,17 +183,17 @@ def test_what_cannot_be_run_is_refused_before_anything_moves(
 ) -> None:
     other = dataclasses.replace(ROBOT, **robot)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=says):
-        evaluate(setting(**changes), player(nobody, other), checkpoint="", weights="serving")
+        judged(setting(**changes), player(nobody, other))
 
 
 def test_a_policy_of_another_robot_hears_so_even_if_its_cameras_are_missing_too() -> None:
     arms = Robot("arms", 14, {"state": 14}, {"base_0_rgb": "images/cam_high"})
     where = Setting("metaworld/reach-v3", episodes=1, workers=0)
     with pytest.raises(UserError, match=r"acts with 14 numbers \(arms\) and metaworld/reach-v3 takes 4 \(metaworld\)"):
-        evaluate(where, player(nobody, arms), checkpoint="", weights="serving")
+        judged(where, player(nobody, arms))
     seeing = Robot("seeing", 4, {"state": 17}, {"base_0_rgb": "images/cam_high"})
     with pytest.raises(UserError, match="Meta-World has no camera 'images/cam_high'"):
-        evaluate(where, player(nobody, seeing), checkpoint="", weights="serving")
+        judged(where, player(nobody, seeing))
 
 
 def test_a_policy_is_shown_the_cameras_it_needs_and_no_others() -> None:
@@ -263,7 +208,7 @@ def test_a_policy_is_shown_the_cameras_it_needs_and_no_others() -> None:
         cameras={"base_0_rgb": "images/a", "left_wrist_0_rgb": "images/b", "right_wrist_0_rgb": None},
         optional_cameras=("images/b",),
     )
-    evaluate(setting(episodes=1), player(act, seeing), checkpoint="", weights="serving")
+    judged(setting(episodes=1), player(act, seeing))
     assert shown == {"state", "prompt", "images/a"}
 
 
@@ -272,7 +217,7 @@ def test_faults_are_told_and_episodes_they_hit_are_run_again(tmp_path: Path, mon
     (tmp_path / "101.always").touch()
     (tmp_path / "103.raise").touch()
     (tmp_path / "104.nan").touch()
-    found = evaluate(setting(), player(homeward(range(100, 106))), checkpoint="", weights="serving")
+    found = judged(setting(), player(homeward(range(100, 106))))
     (task,) = found.results
     by_start = {trial.start_id: trial for trial in task.trials}
     assert (by_start[101].success, by_start[101].steps, len(by_start[101].faults)) == (False, 0, 3)
@@ -280,17 +225,15 @@ def test_faults_are_told_and_episodes_they_hit_are_run_again(tmp_path: Path, mon
     assert by_start[103].faults[0].startswith("raised: ArithmeticError: the solver gave up")
     assert by_start[104].faults == ("not finite: observation state has NaN or Inf",)
     assert not by_start[100].faults
-    assert (task.run, task.successes, pooled(found.results)) == (6, 5, (5, 6))
+    assert (task.counts.succeeded, task.counts.of) == (5, 6)
     assert faults_of(found) == {"raised": 4, "not finite": 1}
 
 
 def test_the_first_episodes_are_filmed() -> None:
     films: list[int] = []
-    evaluate(
+    judged(
         setting(films=2, episodes=3, options=EnvOptions(limit=5)),
         player(homeward([])),
-        checkpoint="",
-        weights="serving",
         each=lambda scene, total, rollout: films.append(len(rollout.film)),
     )
     assert films == [6, 6, 0], "how it began, and every step"
@@ -319,8 +262,8 @@ def test_episodes_become_a_dataset_that_reads_back(tmp_path: Path) -> None:
 
 def test_a_script_needs_no_policy() -> None:
     script = Player(Script("pistar.envs.behaviours:expert", {"noise": 0.0}), None, 1)
-    found = evaluate(setting(execute=None, episodes=4), script, checkpoint="expert", weights="serving")
-    assert pooled(found.results) == (4, 4)
+    found = judged(setting(execute=None, episodes=4), script)
+    assert (found.counts.succeeded, found.counts.of) == (4, 4)
 
 
 def _toy_scene() -> Scene:
@@ -390,3 +333,28 @@ def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
     assert hit == [1, 3], "the second worker's"
     assert {fault.kind for rollout in found for fault in rollout.faults} == {"died", "lost"}
     assert_same(found, in_one_process)
+
+
+def go_on(env: StartEnv, actor: Actor, start_id: int, steps: range) -> list[np.ndarray]:
+    """As `reach` does, by hand: three actions of a chunk, then the next."""
+    done: list[np.ndarray] = []
+    for step in steps[::3]:
+        seen = {**env.observe(), "prompt": np.asarray(env.scene.instruction)}
+        (chunk,) = actor([Request(seen, start_id, step, 0, 0)])
+        done += [env.act(action)[0] for action in chunk[: min(3, steps.stop - step)]]
+    return done
+
+
+def test_a_learned_policys_episode_is_the_same_after_it_was_saved_and_taken_up_elsewhere(
+    policy: Policy, in_one_process: list[Rollout]
+) -> None:
+    actor, start_id = Actor(policy, batch_size(PLACES), seed=2), STARTS[0]
+    here, there = (make_env(REACH, EnvOptions(limit=20)) for _ in range(2))
+    here.begin(start_id)
+    done = go_on(here, actor, start_id, range(9))
+    there.begin(STARTS[1])
+    there.restore(here.save())
+    done += go_on(there, actor, start_id, range(9, 20))
+    episode = in_one_process[0].episode
+    assert episode is not None
+    np.testing.assert_array_equal(np.stack(done).astype(np.float32), episode.actions)

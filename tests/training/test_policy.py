@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from metaworld_policy import PROMPT, fresh_checkpoint, trained_checkpoint
+from pistar.agents.ript import Label
 from pistar.data.norm_stats import Norm, load_norm_stats, norm_stats_hash
 from pistar.data.robots import aloha_state_to_model, find_robot, input_transform, output_transform
 from pistar.data.transforms import Data
@@ -254,3 +256,62 @@ def test_pi05_reads_its_state_in_the_prompt_unless_told_otherwise() -> None:
         inputs = load_policy(archive("pi05"), prompt_format=prompt_format, **told).inputs  # type: ignore[arg-type]
         first, second = (inputs(data)["tokenized_prompt"] for data in (here, there))
         assert np.array_equal(first, second) is equal
+
+
+# --- Asked for good actions -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fresh_checkpoint(tmp_path_factory.mktemp("arm"))
+
+
+def arm_observation(prompt: str | None) -> Data:
+    state = np.random.default_rng(0).normal(0, 0.3, 17).astype(np.float32)
+    return {"state": state} if prompt is None else {"state": state, "prompt": np.asarray(prompt)}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_policy_asked_for_an_advantage_acts_as_by_a_prompt_that_ends_so(arm: Path, given: bool) -> None:
+    default = None if given else PROMPT
+    seen = arm_observation(PROMPT if given else None)
+    asked, plain = (load_policy(arm, advantage=label, default_prompt=default) for label in ("negative", "none"))
+    noise = plain.draw_noise(0, 1)
+    written = plain.act([arm_observation(f"{PROMPT} Advantage: negative")], noise)
+    np.testing.assert_array_equal(asked.act([seen], noise), written)
+    assert np.abs(plain.act([seen], noise) - written).max() > 1e-3, "or the label would say nothing"
+
+
+def test_guidance_goes_on_from_the_plain_prompt(arm: Path) -> None:
+    """v = v_none + s·(v_positive − v_none), in one Euler step of the flow: x − v."""
+
+    def acts(label: Label, guidance: float) -> np.ndarray:
+        policy = load_policy(arm, advantage=label, guidance=guidance)
+        params = {name: jnp.asarray(param, jnp.float32) for name, param in policy.params.items()}
+        exact = dataclasses.replace(policy.config, dtype="float32")
+        policy = dataclasses.replace(policy, params=params, config=exact, num_steps=1)
+        return policy.act([arm_observation(PROMPT)], policy.draw_noise(0, 1))
+
+    plain, positive = acts("none", 1.0), acts("positive", 1.0)
+    np.testing.assert_allclose(acts("positive", 2.0), plain + 2 * (positive - plain), atol=1e-5)
+    np.testing.assert_allclose(acts("positive", 0.0), plain, atol=1e-6)
+
+
+def test_a_prompt_too_long_for_its_label_is_refused(arm: Path) -> None:
+    long = "pick up the wrench and put its ring on the peg"
+    load_policy(arm).check_prompt(long)
+    with pytest.raises(UserError, match=r"takes \d\d tokens and model.max_token_len is 28: the label would be cut off"):
+        load_policy(arm, advantage="positive").check_prompt(long)
+    with pytest.raises(UserError, match="the label would be cut off"):
+        load_policy(arm, advantage="positive", default_prompt=long)
+    load_policy(arm, advantage="positive").check_prompt(PROMPT)
+
+
+def test_guidance_without_a_label_leads_nowhere(arm: Path) -> None:
+    with pytest.raises(UserError, match="guidance is 2 and nothing is asked for"):
+        load_policy(arm, guidance=2.0)
+
+
+def test_whether_it_serves_an_average_is_known_where_there_is_a_train_state(arm: Path, tmp_path: Path) -> None:
+    assert load_policy(arm).averaged is None
+    assert load_policy(trained_checkpoint(tmp_path, "bc_metaworld")).averaged is True

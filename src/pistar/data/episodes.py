@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pistar.data.lerobot import Dataset
-from pistar.data.lerobot_writer import OUTCOMES, RESERVED
+from pistar.data.lerobot_writer import ORIGIN, OUTCOMES, RESERVED
 from pistar.data.rewards import DONE, REWARD, TRUNCATED, Labels
 from pistar.errors import UserError
 from pistar.types import Episode
@@ -26,7 +26,7 @@ def read_episode(
         raise UserError(f"Episode {index} does not exist; {dataset.root} has 0 to {len(dataset.episodes) - 1}.")
     episode = dataset.episodes[index]
     ours = {column: name for name, column in {"actions": "action", **(columns or {})}.items()}
-    names = [name for name in dataset.features if name not in (*RESERVED, *OUTCOMES)]
+    names = [name for name in dataset.features if name not in (*RESERVED, *OUTCOMES, *ORIGIN)]
     data = {
         ours.get(name, name): np.stack(list(dataset.decode(index, name)))
         if dataset.features[name].is_camera
@@ -37,7 +37,17 @@ def read_episode(
         raise UserError(f"{dataset.root} has no column 'action', only {', '.join(names)}; name it in `columns`.")
     actions = data.pop("actions")
     outcome = _recorded(dataset, index) if labels is None else _labelled(labels, dataset, index)
-    return Episode(observations=data, actions=actions, task=episode.tasks[0] if episode.tasks else "", **outcome)
+    task = episode.tasks[0] if episode.tasks else ""
+    return Episode(observations=data, actions=actions, task=task, **outcome, **_origin(dataset, index))
+
+
+def _origin(dataset: Dataset, index: int) -> dict[str, Any]:
+    """Where it says so in whole numbers; somebody else's column of such a name may hold anything."""
+    there = [name for name in ORIGIN if name in dataset.features and dataset.features[name].dtype == "int64"]
+    if not there:
+        return {}
+    first = dataset.episodes[index].rows.start
+    return {name: int(np.ravel(values[first])[0]) for name, values in dataset.columns(there).items()}
 
 
 def _recorded(dataset: Dataset, index: int) -> dict[str, Any]:

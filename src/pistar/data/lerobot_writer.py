@@ -30,6 +30,8 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 RESERVED = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 OUTCOMES = ("next.reward", "next.done", "next.success", "next.truncated")
+ORIGIN = ("start_id", "seed")
+"""How a simulated episode came about: the start state it began from, and the seed of whoever acted."""
 MEGABYTE = 1024**2
 
 
@@ -75,7 +77,7 @@ class DatasetWriter:
     Observations become columns: uint8 `[t, h, w, 3]` are cameras, everything else numbers, or a text a step. The
     observation after the last action has no place in LeRobot's format and is left out. The outcome is in the last row:
     `next.done` when the episode terminated or was truncated, `next.truncated`, `next.success`; `next.reward` is in
-    every row.
+    every row, and so are `start_id` and `seed` where the episodes know them.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class DatasetWriter:
         numbers: dict[str, np.ndarray] = {}
         for key, values in {**episode.observations, "actions": episode.actions}.items():
             name = self._columns.get(key, key)
-            if "/" in name or name in RESERVED + OUTCOMES:
+            if "/" in name or name in RESERVED + OUTCOMES + ORIGIN:
                 raise UserError(
                     f"{name!r} cannot be a column of a LeRobot dataset; map it with columns={{{key!r}: …}}."
                 )
@@ -201,6 +203,7 @@ class DatasetWriter:
             "next.success": last & episode.success,
             "next.truncated": last & episode.truncated,
         }
+        numbers |= {name: np.full(length, known) for name in ORIGIN if (known := getattr(episode, name)) is not None}
         for name, values in numbers.items():
             if len(values) != length:
                 raise UserError(f"Episode {index} has {len(values)} of {name} for {length} actions; they must match.")

@@ -26,8 +26,8 @@ class Processes(Engine):
 
     @property
     def cores(self) -> int:
-        """This machine's."""
-        return os.cpu_count() or 1
+        """Those this process may use, which a container or `taskset` may have made fewer than the machine's."""
+        return len(os.sched_getaffinity(0))
 
     def start(self, crew: Crew, slots: range, chunk: int) -> "ProcessWorker":
         """One more."""

@@ -1,5 +1,6 @@
 """Pictures without a screen: which way to take, and whether what comes is one."""
 
+import atexit
 import functools
 import importlib
 import os
@@ -115,10 +116,19 @@ class View:
         """The view of scenes of that name, whichever model of it is asked with."""
         key = (scene, size, shadows)
         if cls._only is None or cls._only[0] != key:
-            if cls._only is not None:
-                cls._only[1].close()
+            cls.close_last()
             cls._only = (key, cls(model, size, shadows))
+            # Before MuJoCo ends its driver, which it arranged just now: what is arranged last is done first.
+            atexit.unregister(cls.close_last)
+            atexit.register(cls.close_last)
         return cls._only[1]
+
+    @classmethod
+    def close_last(cls) -> None:
+        """What is left of it, if anything."""
+        last, cls._only = cls._only, None
+        if last is not None:
+            last[1].close()
 
     def picture(self, data: Any, camera: str) -> UInt8[np.ndarray, "h w 3"]:  # noqa: ANN401
         """What a camera sees."""

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pistar.agents.acrlpd import Acrlpd, best_candidate
-from pistar.config import Pi0Config
-from pistar.data.transforms import stack_observations
+from pistar.config import Pi0Config, RiptConfig
+from pistar.data.transforms import Transform, stack_observations
 from pistar.envs.rollout import Request
 from pistar.errors import UserError
 from pistar.models.critic import Critic
@@ -70,8 +70,8 @@ class Actor:
         rows = [requests[0]] * self.batch  # where nobody asks, somebody's question stands in
         for request in requests:
             rows[request.place] = request
-        seen = {id(request): self.policy.inputs(dict(request.observation)) for request in requests}
-        observation = stack_observations([seen[id(request)] for request in rows])
+        observation = _stacked(self.policy.inputs, rows)
+        unasked = self.policy.unasked
         chunks = np.asarray(
             _chunks(
                 self.policy.config,
@@ -81,6 +81,8 @@ class Actor:
                 self.policy.params,
                 None if self.judge is None else self.judge.params,
                 observation,
+                None if unasked is None else _stacked(unasked, rows),
+                self.policy.guidance,
                 jax.random.key(self.seed),
                 np.array([request.start_id for request in rows], np.int32),
                 np.array([request.step for request in rows], np.int32),
@@ -88,6 +90,12 @@ class Actor:
         )
         robots: np.ndarray = self.policy.outputs({"state": np.asarray(observation.state), "actions": chunks})["actions"]
         return robots[[request.place for request in requests]]
+
+
+def _stacked(inputs: Transform, rows: Sequence[Request]) -> Observation:
+    """As the model reads them. A question that stands in several rows is read once."""
+    seen = {id(request): inputs(dict(request.observation)) for request in {id(row): row for row in rows}.values()}
+    return stack_observations([seen[id(request)] for request in rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +121,8 @@ def _chunks(
     params: Params,
     critic_params: Params | None,
     observation: Observation,
+    unasked: Observation | None,
+    guidance: float | Float[Array, ""],
     key: PRNGKeyArray,
     starts: Int[Array, " b"],
     steps: Int[Array, " b"],
@@ -122,9 +132,24 @@ def _chunks(
         return jax.random.normal(own, (best_of, config.action_horizon, config.action_dim))
 
     model = bind(config, params)
+    away_from = None if unasked is None else model.encode(unasked)
     prefix = model.encode(observation)
-    samples = model.sample(prefix, jax.vmap(draw)(starts, steps), num_steps=num_steps)
+    noise = jax.vmap(draw)(starts, steps)
+    samples = model.sample(prefix, noise, num_steps=num_steps, away_from=away_from, guidance=guidance)
     return choose(critic, critic_params, observation, prefix, samples)
+
+
+def learnt_labels(path: str | Path) -> bool | None:
+    """Whether a checkpoint's run told its policy how good actions were (`cfg`); None where there is no run to ask."""
+    with open_checkpoint(path) as checkpoint:
+        settings = None if checkpoint.step is None else checkpoint.step.parent.parent / "config.yaml"
+        if settings is None or not settings.exists():
+            return None
+        try:
+            algorithm = load_config(settings).algorithm
+        except UserError:  # somebody else's settings
+            return None
+        return isinstance(algorithm, RiptConfig) and algorithm.weighting == "cfg"
 
 
 def load_judge(path: str | Path) -> Judge:

@@ -154,6 +154,11 @@ class Checkpoint:
             )
         return self.train_state if _leaf_paths(_tree_metadata(self.train_state)) else self.params
 
+    @property
+    def averaged(self) -> bool | None:
+        """Whether params/ holds an average (EMA); None where no train_state tells."""
+        return None if self.train_state is None else self.raw_params != self.params
+
     def leaves(self, weights: Weights = "serving") -> list[Leaf]:
         """Every parameter, opened and not read."""
         if self.torch is not None:

@@ -17,12 +17,12 @@ from pistar.config import Pi0Config
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Request
-from pistar.errors import UserError
 from pistar.models.critic import Critic
 from pistar.models.pi0 import Params, bind
 from pistar.models.tokenizer import PromptTokenizer
 from pistar.training.acting import Judge, choose
 from pistar.training.online_config import ExplorationConfig
+from pistar.training.policy import check_label_fits
 from pistar.types import AnyArray, Episode, Observation
 
 
@@ -100,13 +100,7 @@ class PromptLabels:
 
     def check(self, prompt: str) -> None:
         """Refuse a prompt too long for its label, which would be cut off and tell nothing."""
-        state = np.zeros(self.state_dim) if self.discrete_state else None
-        tokens = max(len(self.tokenizer.encode(labelled(prompt, label), state)) for label in ("positive", "negative"))
-        if tokens > self.tokenizer.max_len:
-            raise UserError(
-                f"{labelled(prompt, 'positive')!r} takes {tokens} tokens and model.max_token_len is "
-                f"{self.tokenizer.max_len}: the label would be cut off; use a model with room, or another weighting."
-            )
+        check_label_fits(self.tokenizer, prompt, self.state_dim if self.discrete_state else None)
 
     def tokens(self, prompt: str, label: Label, state: Float[np.ndarray, " a"]) -> Data:
         """What takes the place of a frame's prompt. `state` as the model has it, which π₀.₅ reads there."""

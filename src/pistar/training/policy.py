@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pistar.agents.ript import Label, labelled
 from pistar.config import Pi0Config
 from pistar.data.norm_stats import NormStats, norm_stats_hash
 from pistar.data.robots import Robot, find_robot, input_transform, output_transform
@@ -48,6 +49,14 @@ class Policy:
     """Whose they are."""
     num_steps: int = 10
     """Euler steps from noise to actions."""
+    averaged: bool | None = None
+    """Whether its checkpoint serves an average (EMA); None where nothing tells."""
+    unasked: Transform | None = None
+    """For guidance: `inputs` without the label, what to get away from …"""
+    guidance: float = 1.0
+    """… so many times as far as the label alone would lead."""
+    check_prompt: Callable[[str], None] = lambda _: None
+    """Refuses words that would lose their label."""
 
     def act(
         self, observations: Sequence[Data], noise: Float[np.ndarray, "b *n h a"] | Float[Array, "b *n h a"]
@@ -60,7 +69,12 @@ class Policy:
                 f"(observations, [candidates,] {wanted[1]}, {wanted[2]}), as draw_noise makes it."
             )
         observation = stack_observations([self.inputs(data) for data in observations])
-        actions = np.asarray(_sample(self.config, self.num_steps, self.params, observation, jnp.asarray(noise)))
+        plain = None
+        if self.unasked is not None:
+            plain = stack_observations([self.unasked(data) for data in observations])
+        actions = np.asarray(
+            _sample(self.config, self.num_steps, self.params, observation, plain, self.guidance, jnp.asarray(noise))
+        )
         state = np.asarray(observation.state)
         # One state for all of an observation's candidates.
         state = state if actions.ndim == 3 else state[:, None]
@@ -74,9 +88,19 @@ class Policy:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sample(config: Pi0Config, num_steps: int, params: Params, observation: Observation, noise: Array) -> Array:
+def _sample(
+    config: Pi0Config,
+    num_steps: int,
+    params: Params,
+    observation: Observation,
+    unasked: Observation | None,
+    guidance: float | Float[Array, ""],
+    noise: Array,
+) -> Array:
     model = bind(config, params)
-    return model.sample(model.encode(observation), noise, num_steps=num_steps)
+    away_from = None if unasked is None else model.encode(unasked)
+    prefix = model.encode(observation)
+    return model.sample(prefix, noise, num_steps=num_steps, away_from=away_from, guidance=guidance)
 
 
 def load_policy(
@@ -89,13 +113,23 @@ def load_policy(
     prompt_format: ModelType | None = None,
     default_prompt: str | None = None,
     weights: Weights = "serving",
+    advantage: Label = "none",
+    guidance: float = 1.0,
 ) -> Policy:
     """The policy of a checkpoint, in bfloat16 as OpenPI serves it.
 
     A checkpoint of ours says in its contract what it needs. OpenPI's have none: name the robot, the norm stats' asset
     id where there are several, the horizon unless it is OpenPI's 50, and the prompt format unless it is the model's own
     (OpenPI's pi05_libero leaves the state out of the prompt: "pi0").
+
+    `advantage` is for policies that practised by `cfg`: written after every prompt, as any client of OpenPI's could, it
+    asks for good actions. `guidance` goes on from what it would do unasked, as in practice: twice the work, and no
+    server of OpenPI's does it.
     """
+    if not np.isfinite(guidance):
+        raise UserError(f"guidance is {guidance}; give a number (1 follows the label and no more).")
+    if guidance != 1 and advantage == "none":
+        raise UserError(f"guidance is {guidance:g} and nothing is asked for; say with advantage (positive) where to.")
     with open_checkpoint(path) as checkpoint:
         contract, prompt_tokenizer = agree_contract(
             checkpoint,
@@ -111,9 +145,10 @@ def load_policy(
         params, _ = load_into(
             served, {leaf.name: leaf.read().astype(jnp.bfloat16) for leaf in checkpoint.leaves(weights)}
         )
+        averaged = checkpoint.averaged
     if broken := not_finite(params):
         raise UserError(f"{path}: {broken[0]} has NaN or Inf; the training diverged, take an earlier checkpoint.")
-    machine = contract.find_robot()
+    machine, discrete_state = contract.find_robot(), contract.prompt_format == "pi05"
     inputs = input_transform(
         machine,
         stats,
@@ -121,10 +156,38 @@ def load_policy(
         prompt_tokenizer,
         action_dim=config.action_dim,
         image_size=config.image_size,
-        discrete_state=contract.prompt_format == "pi05",
+        discrete_state=discrete_state,
         default_prompt=default_prompt,
     )
-    return Policy(config, params, inputs, output_transform(machine, stats, contract.norm_kind), machine)
+    policy = Policy(
+        config, params, inputs, output_transform(machine, stats, contract.norm_kind), machine, averaged=averaged
+    )
+    if advantage == "none":
+        return policy
+
+    def asked(data: Data) -> Data:
+        prompt = data.get("prompt", default_prompt)
+        return inputs(data if prompt is None else {**data, "prompt": np.asarray(labelled(str(prompt), advantage))})
+
+    def check_prompt(prompt: str) -> None:
+        check_label_fits(prompt_tokenizer, prompt, machine.state_dim if discrete_state else None)
+
+    if default_prompt is not None:
+        check_prompt(default_prompt)
+    plain = inputs if guidance != 1 else None
+    return dataclasses.replace(policy, inputs=asked, unasked=plain, guidance=guidance, check_prompt=check_prompt)
+
+
+def check_label_fits(tokenizer: PromptTokenizer, prompt: str, state_dim: int | None) -> None:
+    """Refuse a prompt too long for its label, which would be cut off and tell nothing. `state_dim` where the prompt
+    holds the state, too."""
+    state = None if state_dim is None else np.zeros(state_dim)
+    tokens = max(len(tokenizer.encode(labelled(prompt, label), state)) for label in ("positive", "negative"))
+    if tokens > tokenizer.max_len:
+        raise UserError(
+            f"{labelled(prompt, 'positive')!r} takes {tokens} tokens and model.max_token_len is {tokenizer.max_len}: "
+            "the label would be cut off; use a model with room, or do without labels."
+        )
 
 
 def agree_contract(

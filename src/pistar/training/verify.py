@@ -198,7 +198,7 @@ def _check_train_state(checkpoint: Checkpoint) -> Check:
     if checkpoint.train_state is None:
         return Check("train state", "none, so nobody can tell whether params holds an average (EMA)", absent=True)
     try:
-        averaged = checkpoint.raw_params != checkpoint.params
+        averaged = checkpoint.averaged
         checkpoint.leaves("raw")
     except UserError as error:
         return Check("train state", "", (str(error),))

