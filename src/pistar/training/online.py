@@ -84,8 +84,8 @@ def train(
             """As it was saved, or as it begins."""
             if step is not None:
                 return restore(checkpoints, step, abstract, where, lambda s: parts_of(run.agent, s))[0]
-            first = functools.partial(first_state, config, run.agent)
-            return jax.jit(first, donate_argnums=0, out_shardings=where)(first_params(config, run.mesh))
+            begin = jax.jit(functools.partial(first_state, run.agent), donate_argnums=0, out_shardings=where)
+            return begin(first_params(config, run.mesh), jax.random.key(config.seed))
 
         state, course, iteration = state_of(start_from), Course(), start_from or 0
         if start_from is not None:
