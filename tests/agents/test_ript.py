@@ -1,5 +1,6 @@
 """RIPT against the formula by hand, and on a bandit whose best policy is known."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxtyping import Array
 
 from bandit import MODEL, imitator, observation, paid, plays, post_train, settings
 from pistar.agents.flow_bc import FlowBC
