@@ -6,6 +6,9 @@ import io
 import itertools
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,36 @@ def test_a_stopped_run_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_pa
     assert numbers(lines) == numbers(whole[1])
     for name, param in params(whole[0]).items():
         np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
+
+
+def test_a_learner_that_was_killed_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
+    """By SIGKILL, in its second iteration. Its simulators, in processes of their own, do not outlive it for long."""
+    config = small_practice(checkpoint, tmp_path)
+    program, changes = str(Path(__file__).parent.parent / "small_practice.py"), json.dumps({"workers": 2})
+    with subprocess.Popen(
+        [sys.executable, program, str(checkpoint), str(tmp_path), changes], stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (config.folder / "checkpoints" / "1").exists() and process.poll() is None:
+            time.sleep(0.005)
+        simulators = _children(process.pid)
+        process.kill()
+        process.communicate()
+    assert [path.name for path in (config.folder / "checkpoints").iterdir() if path.name.isdecimal()] == ["1"]
+    assert len(simulators) == 2
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in simulators) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in simulators if Path(f"/proc/{pid}").exists()]
+    saved, lines, _ = run(config, resume=True)
+    assert numbers(lines) == numbers(whole[1])
+    for name, param in params(whole[0]).items():
+        np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
+
+
+def _children(pid: int) -> list[int]:
+    """Processes it has started that are still there."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
 
 @pytest.mark.parametrize("replay", ["none", "best"])
