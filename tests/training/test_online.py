@@ -18,7 +18,7 @@ from rich.console import Console
 
 from metaworld_policy import fresh_checkpoint
 from pistar.agents.ript import RiptBatch
-from pistar.config import RiptConfig
+from pistar.config import RiptConfig, Weighting
 from pistar.errors import UserError
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import RLTrainConfig
@@ -281,6 +281,29 @@ def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tm
     assert informative < 8, "or nothing would have to be replaced"
     assert 8 < again[1]["practice/start_states"] <= 24
     assert again[1]["practice/informative"] > informative
+
+
+@pytest.mark.parametrize("weighting", ["positive", "exp", "signed", "cfg"])
+def test_groups_that_end_alike_are_not_learnt_from(checkpoint: Path, tmp_path: Path, weighting: Weighting) -> None:
+    """One step is too short for anybody to succeed; by `exp` failures would weigh 1 each."""
+    config = small_practice(checkpoint, tmp_path, replay="none", limit=1, evaluate_episodes=2)
+    algorithm = RiptConfig(weighting, anchor=0.0, ema_decay=None, augmentation=False)
+    _, lines, said = run(dataclasses.replace(config, algorithm=algorithm, steps=1))
+    assert lines[1]["practice/episodes"] == 32
+    assert lines[1]["practice/informative"] == lines[1]["learning/chunks"] == lines[1]["learning/updates"] == 0
+    assert "nothing to learn from" in said
+
+
+def test_practice_and_updates_can_be_computed_in_bfloat16(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
+    """By the same policy: at next to no rate it does not drift. What is trained and saved keeps its precision."""
+    config = small_practice(checkpoint, tmp_path, rate=1e-30)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"), steps=1)
+    saved, lines, _ = run(config)
+    assert lines[1]["learning/drift"] == 0
+    assert np.isfinite(lines[1]["loss"])
+    assert lines[1]["loss"] != whole[1][1]["loss"]
+    for name, param in params(checkpoint).items():
+        np.testing.assert_allclose(params(saved)[name], param, rtol=0, atol=1e-28, err_msg=name)
 
 
 def test_updates_end_when_the_policy_has_moved_too_far(checkpoint: Path, tmp_path: Path) -> None:
