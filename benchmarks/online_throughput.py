@@ -3,7 +3,7 @@
     python benchmarks/online_throughput.py [--quick]
 
 First the same fresh policy, of the preset's size, in many environments at once and in one at a time: see rollouts.py.
-Then `pistar train ript_metaworld` as it is, from a policy cloned from one demonstration: of an iteration's wall time,
+Then `pistar train ript_metaworld` as it is, from a policy cloned as in learning_online.py: of an iteration's wall time,
 practice and learning, the share that simulators worked (each of their processes, on average), that the policy was
 asked, and that updates took. Simulators and the policy work at once, so the shares may add up to more than 1. An
 iteration is bound by simulation if simulators work for 85 % of it. Of several iterations the median; the first, which
@@ -16,7 +16,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from learning_online import ENV, LIMIT, pistar
+from learning_online import cloned, pistar
 from pistar.training.metrics import read_metrics
 from rollouts import POLICIES, fresh_policy, measure
 
@@ -25,20 +25,17 @@ BOUND = 0.85
 
 def iterations(folder: Path, steps: int, more: list[str]) -> list[dict[str, float]]:
     """So many, and one before: what each measured."""
-    demos, runs = str(folder / "demos"), str(folder / "runs")
-    pistar("data", "collect", ENV, demos, "--expert", "--episodes", "1", "--limit", LIMIT)
-    data = ("--data.datasets", demos, "--runs", runs)
-    pistar("train", "bc_metaworld", *data, "--data.held-out", "0", "--exp-name", "bc", "--steps", "50")
+    demos, bc = cloned(folder, seed=1)
     judged = ("--online.evaluate-every", "0", "--online.evaluate-episodes", "1")
-    how = ("--checkpoint", f"{runs}/bc/checkpoints/50", "--exp-name", "ript", "--steps", str(steps + 1), *judged)
-    pistar("train", "ript_metaworld", *data, *how, *more)
+    how = ("--checkpoint", str(bc), "--data.datasets", str(demos), "--steps", str(steps + 1), *judged, *more)
+    pistar("train", "ript_metaworld", *how, "--runs", str(folder / "runs"), "--exp-name", "ript")
     lines = list(read_metrics(folder / "runs" / "ript" / "metrics.jsonl"))
     return [line for line in lines if line["step"] > 1]
 
 
 def shares(line: dict[str, float]) -> dict[str, float]:
     """Of an iteration's wall time."""
-    practice, learning = line["time/practice_seconds"], line.get("time/learning_seconds", 0.0)
+    practice, learning = line["time/practice_seconds"], line["time/learning_seconds"]
     whole = practice + learning
     return {
         "simulation": line["time/simulators_share"] * practice / whole,
