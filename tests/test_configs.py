@@ -47,6 +47,7 @@ def test_options_are_stronger_than_a_file_and_the_rest_of_it_stays(
     cli.main(["train", path.stem, "--config", str(path), "--online.contexts", "3", "--algorithm.guidance", "1.25"])
     capsys.readouterr()
     file = load_config(path, get_config(path.stem))
+    assert isinstance(file.algorithm, RiptConfig)
     assert asked[0].online == dataclasses.replace(file.online, contexts=3)
     assert asked[0].algorithm == dataclasses.replace(file.algorithm, guidance=1.25)
     assert (asked[0].policy_optimizer, asked[0].model) == (file.policy_optimizer, file.model)
