@@ -4,10 +4,10 @@
 
 First the same fresh policy, of the preset's size, in many environments at once and in one at a time: see rollouts.py.
 Then `pistar train ript_metaworld` as it is, from a policy cloned as in learning_online.py: of an iteration's wall time,
-practice and learning, the share that simulators worked (each of their processes, on average), that the policy was
-asked, and that updates took. Simulators and the policy work at once, so the shares may add up to more than 1. An
-iteration is bound by simulation if simulators work for 85 % of it. Of several iterations the median; the first, which
-compiles, does not count. Five minutes.
+practice and learning, the share that simulators worked (processor time of each of their processes, on average, so a
+machine that is busy otherwise makes it too small), that the policy was asked, and that updates took. Simulators and the
+policy work at once, so the shares may add up to more than 1. An iteration is bound by simulation if simulators work for
+85 % of it. Of several iterations the median; the first, which compiles, does not count. Five minutes.
 """
 
 import argparse
