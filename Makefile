@@ -46,6 +46,8 @@ bench: setup
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/second_start.py
 	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/online_throughput.py
+	$(BIN)/python benchmarks/bandit.py
 	$(BIN)/python benchmarks/scaling.py
 
 # The versions everybody tests with. Without index addresses: whose they are is the machine's business.

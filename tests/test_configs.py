@@ -1,13 +1,16 @@
 """The YAML files that come with the project: each is a run of the preset it is named after."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from pistar import cli
 from pistar.config import RiptConfig
 from pistar.presets import get_config
 from pistar.tables import to_table
-from pistar.training.config import load_config
+from pistar.training import online
+from pistar.training.config import RLTrainConfig, load_config
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -28,3 +31,23 @@ def test_what_a_file_says_is_what_is_run() -> None:
     assert (config.online.patience, config.trackers) == (5, ("tensorboard",))
     assert config.policy_optimizer.schedule.peak_lr == 1e-5
     assert to_table(config.online.exploration) == to_table(preset.online.exploration)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_options_are_stronger_than_a_file_and_the_rest_of_it_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[RLTrainConfig] = []
+
+    def train(config: RLTrainConfig, _: object, **__: bool) -> Path:
+        asked.append(config)
+        return Path(str(config.steps))
+
+    monkeypatch.setattr(online, "train", train)
+    cli.main(["train", path.stem, "--config", str(path), "--online.contexts", "3", "--algorithm.guidance", "1.25"])
+    capsys.readouterr()
+    file = load_config(path, get_config(path.stem))
+    assert isinstance(file.algorithm, RiptConfig)
+    assert asked[0].online == dataclasses.replace(file.online, contexts=3)
+    assert asked[0].algorithm == dataclasses.replace(file.algorithm, guidance=1.25)
+    assert (asked[0].policy_optimizer, asked[0].model) == (file.policy_optimizer, file.model)

@@ -99,3 +99,13 @@ def test_the_lock_pins_every_package_and_names_no_address() -> None:
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     assert lines
     assert [line for line in lines if not re.fullmatch(r"[a-z0-9._-]+==[^ /]+( ; .*)?", line)] == []
+
+
+def test_tests_that_the_docs_name_are_there() -> None:
+    named = {
+        (path, name)
+        for page in (ROOT / "docs").glob("*.md")
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
+    }
+    assert named
+    assert [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from pistar.report.charts import small_multiples, stacked_bars
+from pistar.report.charts import curve_chart, small_multiples, stacked_bars
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -54,3 +54,17 @@ def test_parts_of_a_bar_are_as_wide_as_their_numbers_and_lie_end_to_end() -> Non
     assert rects[1].attrib["fill"] == rects[2].attrib["fill"] != rects[0].attrib["fill"]
     (first, _) = ET.fromstring(svg).iter(f"{SVG}line")
     np.testing.assert_allclose((float(first.attrib["x1"]) - x[0]) / width[0], 5, rtol=0.01)
+
+
+def test_curves_of_a_name_have_its_colour_in_every_panel_and_lie_where_their_steps_are() -> None:
+    panels = {"a": {"x": {0: 0.0, 10: 1.0}, "y": {0: 1.0, 5: 0.5, 10: 0.0}}, "b": {"y": {0: 7.0, 10: 9.0}}}
+    svg = curve_chart(panels, title="t", across="updates")
+    x, falling, other = polylines(svg)
+    assert falling[1][0] == (x[0][0] + x[1][0]) / 2
+    np.testing.assert_allclose(falling[0], [x[0][0], x[1][1]])
+    colours = [line.attrib["stroke"] for line in ET.fromstring(svg).iter(f"{SVG}polyline")]
+    assert colours[1] == colours[2] != colours[0]
+    texts = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert texts.count("y") == 1, "one legend"
+    assert {"0", "0.2", "1", "7", "8", "9", "10 updates"} <= set(texts), "round numbers at the sides"
+    assert other[0][0] > x[1][0]

@@ -135,7 +135,7 @@ def practising(checkpoint: Path, dataset: Path, tmp_path_factory: pytest.TempPat
     with _build(run, str(config.online.environment)) as envs, jax.set_mesh(run.mesh):
         where = state_sharding(abstract_state(config, run.agent), run.mesh)
         learner = AcrlpdLearner(run, Practice(config, run.ground, envs), where)
-        state = first_state(config, run.agent, first_params(config, run.mesh))
+        state = first_state(run.agent, first_params(config, run.mesh), jax.random.key(config.seed))
         done = learner.practise(learner.behaviour(state, 0), 0)
         yield Practising(learner, state, [episode for kept in done.kept for episode in kept], done.measured)
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -117,6 +118,28 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(finished: Path, tmp_pa
     assert same_checkpoint(again.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
     assert told(other.folder) != told(finished)
     assert not same_weights(other.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
+
+
+def test_another_seed_is_another_run_of_the_same_programs(tmp_path: Path, cache: Path) -> None:
+    """So that what is kept of compiling serves every seed."""
+
+    def programs(seed: int) -> dict[str, list[str]]:
+        dumped = tmp_path / f"programs{seed}"
+        settings: Any = jax.config
+        settings.update("jax_dump_ir_to", str(dumped))
+        try:
+            quietly(small_run(tmp_path / f"run{seed}", cache, seed=seed, steps=3))
+        finally:
+            settings.update("jax_dump_ir_to", None)
+        found: dict[str, list[str]] = {}
+        for path in sorted(dumped.iterdir()):
+            told = re.sub(r"^#loc.*\n| loc\(.*\)", "", path.read_text(), flags=re.MULTILINE)  # which lines it is of
+            found.setdefault(path.name.split("_", 2)[2], []).append(told)
+        return found
+
+    one, other = programs(0), programs(1)
+    for name in ("jit_dispatch_compile.mlir", "jit_first_state_compile.mlir"):
+        assert one[name] == other[name]
 
 
 def start(

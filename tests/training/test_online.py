@@ -6,6 +6,9 @@ import io
 import itertools
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,8 @@ from rich.console import Console
 
 from metaworld_policy import fresh_checkpoint
 from pistar.agents.ript import RiptBatch
-from pistar.config import RiptConfig
+from pistar.config import RiptConfig, Weighting
 from pistar.errors import UserError
-from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import RLTrainConfig
 from pistar.training.experience import Starts
@@ -26,7 +28,7 @@ from pistar.training.learner import Learner
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, HealthConfig, StartsConfig
-from pistar.training.optimizers import AdamWConfig, CosineSchedule
+from small_practice import small_practice
 
 pytestmark = pytest.mark.xdist_group("online")
 
@@ -34,40 +36,6 @@ pytestmark = pytest.mark.xdist_group("online")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fresh_checkpoint(tmp_path_factory.mktemp("fresh"))
-
-
-def constant(rate: float) -> AdamWConfig:
-    return AdamWConfig(CosineSchedule(warmup_steps=0, peak_lr=rate, decay_steps=1, decay_lr=rate))
-
-
-def settings(checkpoint: Path, runs: Path, *, rate: float = 2e-3, **changes: Any) -> RLTrainConfig:
-    config = get_config("ript_metaworld")
-    online = dataclasses.replace(
-        config.online,
-        environment="envs.walk:make",
-        limit=12,
-        environments=8,
-        workers=0,
-        contexts=8,
-        rollouts=4,
-        starts=StartsConfig("uniform", pool=30),
-        updates=20,
-        evaluate_every=1,
-        evaluate_episodes=40,
-        health=HealthConfig(max_drift=None),  # fresh weights have far to go
-    )
-    online = dataclasses.replace(online, **changes)
-    return dataclasses.replace(
-        config,
-        checkpoint=str(checkpoint),
-        online=online,
-        algorithm=RiptConfig(anchor=0.0, ema_decay=None, augmentation=False),
-        policy_optimizer=constant(rate),
-        steps=3,
-        batch_size=64,
-        runs=runs,
-        exp_name="run",
-    )
 
 
 def run(config: RLTrainConfig, **how: bool) -> tuple[Path, list[dict[str, Any]], str]:
@@ -96,7 +64,7 @@ Whole = tuple[Path, list[dict[str, Any]], str]
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return run(settings(checkpoint, tmp_path_factory.mktemp("whole")))
+    return run(small_practice(checkpoint, tmp_path_factory.mktemp("whole")))
 
 
 def test_the_policy_succeeds_more_often(whole: Whole) -> None:
@@ -110,7 +78,7 @@ def test_the_policy_succeeds_more_often(whole: Whole) -> None:
 
 def test_a_stopped_run_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
     """With start states that are remembered, successes that are kept, exploration, and the optimiser's moments."""
-    config = settings(checkpoint, tmp_path)
+    config = small_practice(checkpoint, tmp_path)
     run(dataclasses.replace(config, steps=2))
     saved, lines, _ = run(dataclasses.replace(config, steps=3), resume=True)
     # Starts are chosen by how much of the run is over only in a curriculum, so a shorter first part changes nothing.
@@ -119,10 +87,40 @@ def test_a_stopped_run_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_pa
         np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
 
 
+def test_a_learner_that_was_killed_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
+    """By SIGKILL, in its second iteration. Its simulators, in processes of their own, do not outlive it for long."""
+    config = small_practice(checkpoint, tmp_path)
+    program, changes = str(Path(__file__).parent.parent / "small_practice.py"), json.dumps({"workers": 2})
+    with subprocess.Popen(
+        [sys.executable, program, str(checkpoint), str(tmp_path), changes], stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (config.folder / "checkpoints" / "1").exists() and process.poll() is None:
+            time.sleep(0.005)
+        simulators = _children(process.pid)
+        process.kill()
+        process.communicate()
+    assert [path.name for path in (config.folder / "checkpoints").iterdir() if path.name.isdecimal()] == ["1"]
+    assert len(simulators) == 2
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in simulators) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in simulators if Path(f"/proc/{pid}").exists()]
+    saved, lines, _ = run(config, resume=True)
+    assert numbers(lines) == numbers(whole[1])
+    for name, param in params(whole[0]).items():
+        np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
+
+
+def _children(pid: int) -> list[int]:
+    """Processes it has started that are still there."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
 @pytest.mark.parametrize("replay", ["none", "best"])
 def test_an_iteration_at_next_to_no_rate_changes_nothing(checkpoint: Path, tmp_path: Path, replay: str) -> None:
     """Acting and training are the same policy: nothing to make up for, no drift, and the same episodes again."""
-    config = settings(checkpoint, tmp_path, rate=1e-30, replay=replay)
+    config = small_practice(checkpoint, tmp_path, rate=1e-30, replay=replay)
     saved, lines, _ = run(dataclasses.replace(config, steps=1))
     assert lines[1]["learning/updates"] == 20
     assert lines[1]["learning/drift"] == 0
@@ -138,7 +136,7 @@ def test_a_start_state_that_cannot_be_finished_is_neither_counted_nor_learnt_fro
     monkeypatch.setenv("WALK_TROUBLE", str(tmp_path))
     for start in (1, 4):
         (tmp_path / f"{start}.always").touch()
-    config = settings(checkpoint, tmp_path / "runs", replay="none")
+    config = small_practice(checkpoint, tmp_path / "runs", replay="none")
     online = dataclasses.replace(
         config.online,
         contexts=6,
@@ -160,7 +158,7 @@ def test_trouble_in_a_simulator_changes_nothing_and_is_told(
 ) -> None:
     """Beside a run in one process without a fault: the same groups, the same policy."""
     monkeypatch.setenv("WALK_TROUBLE", str(tmp_path))
-    config = settings(checkpoint, tmp_path / "runs", workers=2, hang_after=3.0)
+    config = small_practice(checkpoint, tmp_path / "runs", workers=2, hang_after=3.0)
     starts = Starts(config.online.starts, {"walk": range(50)})
     _, first = starts.choose(8, np.random.default_rng([config.seed, 0, 0]), 0.0)[0]
     (tmp_path / f"{first}.{trouble}").touch()
@@ -193,7 +191,7 @@ def test_an_update_without_a_finite_gradient_is_skipped(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poisoned(monkeypatch, range(3, 5))
-    saved, lines, _ = run(dataclasses.replace(settings(checkpoint, tmp_path), steps=1))
+    saved, lines, _ = run(dataclasses.replace(small_practice(checkpoint, tmp_path), steps=1))
     assert lines[1]["skipped"] == pytest.approx(2 / 20)
     assert np.isfinite(lines[1]["loss"])
     assert all(np.isfinite(param).all() for param in params(saved).values())
@@ -203,7 +201,7 @@ def test_a_policy_in_trouble_goes_back_to_the_last_good_checkpoint_in_smaller_st
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poisoned(monkeypatch, range(20, 40))
-    config = dataclasses.replace(settings(checkpoint, tmp_path, replay="none"), steps=2, keep_last=2)
+    config = dataclasses.replace(small_practice(checkpoint, tmp_path, replay="none"), steps=2, keep_last=2)
     saved, lines, said = run(config)
     (event,) = events_of(config)
     assert (event["iteration"], event["event"]) == (1, "not finite")
@@ -217,7 +215,7 @@ def test_a_policy_in_trouble_goes_back_to_the_last_good_checkpoint_in_smaller_st
 def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
     whole: Whole, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(checkpoint, tmp_path)
+    config = small_practice(checkpoint, tmp_path)
     sound, saves = np.savez, itertools.count()
 
     def full(*args: Any, **arrays: Any) -> None:
@@ -234,7 +232,7 @@ def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
 
 
 def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path) -> None:
-    config = settings(checkpoint, tmp_path, rate=1e-30, patience=1)
+    config = small_practice(checkpoint, tmp_path, rate=1e-30, patience=1)
     saved, _, said = run(config)
     assert saved.name == "1"
     assert has_ended(saved)
@@ -249,7 +247,7 @@ def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_t
     checkpoint: Path, tmp_path: Path
 ) -> None:
     def lines_of(name: str) -> list[dict[str, Any]]:
-        config = settings(checkpoint, tmp_path / name, overlap=True, evaluate_every=0)
+        config = small_practice(checkpoint, tmp_path / name, overlap=True, evaluate_every=0)
         return numbers(run(dataclasses.replace(config, save_every=3))[1])
 
     once, again = lines_of("one"), lines_of("two")
@@ -258,13 +256,13 @@ def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_t
 
 
 def test_between_checkpoints_nothing_is_practised_ahead(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
-    _, lines, _ = run(dataclasses.replace(settings(checkpoint, tmp_path, overlap=True), steps=2))
+    _, lines, _ = run(dataclasses.replace(small_practice(checkpoint, tmp_path, overlap=True), steps=2))
     assert numbers(lines)[:2] == numbers(whole[1])[:2]
 
 
 def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -> None:
     """cfg, end to end: failures are learnt from too, and it acts by guidance once it knows what the labels mean."""
-    config = settings(checkpoint, tmp_path, replay="none", windows="every_step", auto_tune=True)
+    config = small_practice(checkpoint, tmp_path, replay="none", windows="every_step", auto_tune=True)
     algorithm = RiptConfig("cfg", anchor=0.0, ema_decay=None, augmentation=False, guidance=1.5)
     _, lines, _ = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
     assert lines[1]["weight_mean"] == 1
@@ -274,8 +272,8 @@ def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -
 
 
 def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tmp_path: Path) -> None:
-    few = settings(checkpoint, tmp_path / "one", replay="none", attempts=1, exploration=ExplorationConfig())
-    more = settings(checkpoint, tmp_path / "three", replay="none", attempts=3, exploration=ExplorationConfig())
+    few = small_practice(checkpoint, tmp_path / "one", replay="none", attempts=1, exploration=ExplorationConfig())
+    more = small_practice(checkpoint, tmp_path / "three", replay="none", attempts=3, exploration=ExplorationConfig())
     _, once, _ = run(dataclasses.replace(few, steps=1))
     _, again, _ = run(dataclasses.replace(more, steps=1))
     assert once[1]["practice/start_states"] == 8
@@ -285,8 +283,31 @@ def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tm
     assert again[1]["practice/informative"] > informative
 
 
+@pytest.mark.parametrize("weighting", ["positive", "exp", "signed", "cfg"])
+def test_groups_that_end_alike_are_not_learnt_from(checkpoint: Path, tmp_path: Path, weighting: Weighting) -> None:
+    """One step is too short for anybody to succeed; by `exp` failures would weigh 1 each."""
+    config = small_practice(checkpoint, tmp_path, replay="none", limit=1, evaluate_episodes=2)
+    algorithm = RiptConfig(weighting, anchor=0.0, ema_decay=None, augmentation=False)
+    _, lines, said = run(dataclasses.replace(config, algorithm=algorithm, steps=1))
+    assert lines[1]["practice/episodes"] == 32
+    assert lines[1]["practice/informative"] == lines[1]["learning/chunks"] == lines[1]["learning/updates"] == 0
+    assert "nothing to learn from" in said
+
+
+def test_practice_and_updates_can_be_computed_in_bfloat16(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
+    """By the same policy: at next to no rate it does not drift. What is trained and saved keeps its precision."""
+    config = small_practice(checkpoint, tmp_path, rate=1e-30)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"), steps=1)
+    saved, lines, _ = run(config)
+    assert lines[1]["learning/drift"] == 0
+    assert np.isfinite(lines[1]["loss"])
+    assert lines[1]["loss"] != whole[1][1]["loss"]
+    for name, param in params(checkpoint).items():
+        np.testing.assert_allclose(params(saved)[name], param, rtol=0, atol=1e-28, err_msg=name)
+
+
 def test_updates_end_when_the_policy_has_moved_too_far(checkpoint: Path, tmp_path: Path) -> None:
-    config = settings(checkpoint, tmp_path, max_drift=1e-4)
+    config = small_practice(checkpoint, tmp_path, max_drift=1e-4)
     config = dataclasses.replace(config, steps=1, online=dataclasses.replace(config.online, updates=200))
     _, lines, _ = run(config)
     assert lines[1]["learning/updates"] < 200
@@ -294,7 +315,7 @@ def test_updates_end_when_the_policy_has_moved_too_far(checkpoint: Path, tmp_pat
 
 
 def test_bad_settings_are_one_error_before_anything_is_built(checkpoint: Path, tmp_path: Path) -> None:
-    config = settings(checkpoint, tmp_path)
+    config = small_practice(checkpoint, tmp_path)
 
     def refused(message: str, changed: RLTrainConfig) -> None:
         with pytest.raises(UserError, match=message):
@@ -314,7 +335,7 @@ def test_bad_settings_are_one_error_before_anything_is_built(checkpoint: Path, t
 
 
 def test_a_dry_run_builds_everything_and_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    config = settings(checkpoint, tmp_path / "runs")
+    config = small_practice(checkpoint, tmp_path / "runs")
     said = io.StringIO()
     assert train(config, Console(file=said), dry_run=True) is None
     assert "Dry run: weights, data and environment agree" in said.getvalue()

@@ -113,6 +113,52 @@ def success_chart(
     return _svg(width, top + rows * (_HEIGHT + _TOP + 2 * _GAP) + _GAP, title, drawn)
 
 
+def curve_chart(panels: Mapping[str, Mapping[str, Mapping[int, float]]], *, title: str, across: str) -> str:
+    """Charts side by side; in each a line per name, of numbers by their step, and one legend for all."""
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    wide, high, left, top = 360, 240, 44, 76
+    drawn = []
+    for column, (panel, curves) in enumerate(panels.items()):
+        x = column * (left + wide + _GAP) + left
+        steps = np.array([step for points in curves.values() for step in points])
+        low, upper = padded_range(np.array([[value for points in curves.values() for value in points.values()]]))
+        begin, span = steps.min(), max(steps.max() - steps.min(), 1)
+        drawn += [
+            f'<text x="{x}" y="{top - 10}" font-size="12">{escape(panel)}</text>',
+            f'<rect x="{x}" y="{top}" width="{wide}" height="{high}" fill="none" stroke="#ccc"/>',
+            f'<text x="{x}" y="{top + high + 15}" fill="#666">{begin}</text>',
+            f'<text x="{x + wide}" y="{top + high + 15}" text-anchor="end" fill="#666">{steps.max()} {escape(across)}'
+            "</text>",
+        ]
+        for value in _round_numbers(low, upper):
+            y = top + (upper - value) / (upper - low) * high
+            drawn += [
+                f'<line x1="{x}" x2="{x + wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eee"/>',
+                f'<text x="{x - 5}" y="{y + 4:.1f}" text-anchor="end" fill="#666">{value:g}</text>',
+            ]
+        for name, points in curves.items():
+            path = " ".join(
+                f"{x + (step - begin) / span * wide:.1f},{top + (upper - value) / (upper - low) * high:.1f}"
+                for step, value in points.items()
+            )
+            colour = COLOURS[names.index(name) % len(COLOURS)]
+            drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+    for i, name in enumerate(names):
+        x, y = left + (i % 3) * 250, top + high + 38 + 20 * (i // 3)
+        drawn.append(f'<rect x="{x}" y="{y - 9}" width="18" height="4" fill="{COLOURS[i % len(COLOURS)]}"/>')
+        drawn.append(f'<text x="{x + 24}" y="{y - 3}">{escape(name)}</text>')
+    height = top + high + 38 + 20 * math.ceil(len(names) / 3)
+    return _svg(len(panels) * (left + wide + _GAP) + _GAP, height, title, drawn)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Two to six between the two, as one would write them down."""
+    size = 10.0 ** math.floor(math.log10(high - low))
+    step = next(part * size for part in (0.2, 0.25, 0.5, 1.0, 2.0) if (high - low) / (part * size) <= 6)
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, math.floor(high / step) + 1)]
+
+
 def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float]:
     """What a chart of the lines should span, NaN and Inf left out."""
     finite = lines[np.isfinite(lines)]

@@ -105,7 +105,7 @@ class Learner:
         advantages = group_advantages(self._algorithm, group.rewards[None])[0]
         weights = chunk_weights(self._algorithm, jnp.asarray(advantages))
         wanted = [
-            episode.success if replay == "best" else weight != 0 and (self._labels is None or advantage != 0)
+            episode.success if replay == "best" else bool(weight != 0 and advantage != 0)  # 0: its group ended alike
             for episode, weight, advantage in zip(group.episodes, weights, advantages, strict=True)
         ]
         lessons = [

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PRNGKeyArray
 from rich.console import Console
 
 from pistar.agents.acrlpd import AcrlpdState
@@ -74,9 +74,9 @@ def train(
         _check_shapes(run, abstract, console)
         return None
     # The state given is used up, and stays where it is.
-    dispatch = in_step("the update", jax.jit(make_dispatch(run), donate_argnums=0, out_shardings=(where, None)))
+    dispatch = in_step("the update", jax.jit(make_dispatch(run.agent), donate_argnums=0, out_shardings=(where, None)))
 
-    audit, memory = Audit.of(run), MemoryMonitor()
+    audit, memory, seed = Audit.of(run), MemoryMonitor(), jax.random.key(config.seed)
     memory.mark("start")
     with StopRequest() as stop, ProgressLine(console, config) as line, jax.set_mesh(run.mesh):
         weights = "loading weights" if config.checkpoint else "making fresh weights"
@@ -84,9 +84,8 @@ def train(
         window: Window = {}
         if start_from is None:
             # As one program: the compilation cache keeps it, where hundreds of small ones are made anew each time.
-            first = functools.partial(first_state, config, run.agent)
-            begin = jax.jit(first, donate_argnums=0, out_shardings=where)
-            state = in_step("the first state", begin)(first_params(config, run.mesh))
+            begin = jax.jit(functools.partial(first_state, run.agent), donate_argnums=0, out_shardings=where)
+            state = in_step("the first state", begin)(first_params(config, run.mesh), seed)
         else:
             state, window = restore(checkpoints, start_from, abstract, where, lambda s: parts_of(run.agent, s))
         step = start_from or 0
@@ -114,7 +113,7 @@ def train(
             while step < config.steps and not stop.requested():
                 with line.waits():
                     taken = next(batches)
-                state, measured = dispatch(state, taken, jnp.int32(step))
+                state, measured = dispatch(state, taken, seed, jnp.int32(step))
                 window = add_windows(window, measured)
                 step += len(taken)
                 line.stepped(step, state)
@@ -148,20 +147,20 @@ def train(
 # --- The step ---------------------------------------------------------------------------------------------------------
 
 
-Dispatch = Callable[[Any, tuple[Any, ...], Int[Array, ""]], tuple[Any, Window]]
+Dispatch = Callable[[Any, tuple[Any, ...], PRNGKeyArray, Int[Array, ""]], tuple[Any, Window]]
 
 
-def make_dispatch(run: Run) -> Dispatch:
-    """The whole of one update, or of several in a row, to be one program."""
-    agent: Any = run.agent
-    seed = jax.random.key(run.config.seed)
+def make_dispatch(agent: Any) -> Dispatch:  # noqa: ANN401  # any that learns from such batches
+    """The whole of one update, or of several in a row, to be one program; the same one for every seed."""
 
-    def update(state: object, given: tuple[Any, Int[Array, ""]]) -> tuple[Any, Window]:
-        batch, step = given
-        state, metrics = agent.update(state, batch, jax.random.fold_in(seed, step))
-        return state, as_window(metrics)
+    def dispatch(
+        state: object, batches: tuple[Any, ...], seed: PRNGKeyArray, step: Int[Array, ""]
+    ) -> tuple[Any, Window]:
+        def update(state: object, given: tuple[Any, Int[Array, ""]]) -> tuple[Any, Window]:
+            batch, step = given
+            state, metrics = agent.update(state, batch, jax.random.fold_in(seed, step))
+            return state, as_window(metrics)
 
-    def dispatch(state: object, batches: tuple[Any, ...], step: Int[Array, ""]) -> tuple[Any, Window]:
         if len(batches) == 1:
             return update(state, (batches[0], step))
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *batches)
@@ -193,7 +192,7 @@ def _check_shapes(run: Run, abstract: object, console: Console) -> None:
         lambda rows: jax.ShapeDtypeStruct((rows.shape[0] * jax.process_count(), *rows.shape[1:]), rows.dtype),  # type: ignore[no-untyped-call]
         batches,
     )
-    jax.eval_shape(make_dispatch(run), abstract, whole, jnp.int32(0))
+    jax.eval_shape(make_dispatch(run.agent), abstract, whole, jax.random.key(0), jnp.int32(0))
     console.print("Dry run: data, weights and shapes agree. Nothing was trained or written.", highlight=False)
 
 

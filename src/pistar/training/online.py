@@ -84,8 +84,8 @@ def train(
             """As it was saved, or as it begins."""
             if step is not None:
                 return restore(checkpoints, step, abstract, where, lambda s: parts_of(run.agent, s))[0]
-            first = functools.partial(first_state, config, run.agent)
-            return jax.jit(first, donate_argnums=0, out_shardings=where)(first_params(config, run.mesh))
+            begin = jax.jit(functools.partial(first_state, run.agent), donate_argnums=0, out_shardings=where)
+            return begin(first_params(config, run.mesh), jax.random.key(config.seed))
 
         state, course, iteration = state_of(start_from), Course(), start_from or 0
         if start_from is not None:
@@ -97,7 +97,7 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
         save_config(folder / CONFIG_FILE, config)
         events = Events(folder, console, after=iteration)
-        began, first_resident = time.monotonic(), 0
+        began, first_resident, learnt_from = time.monotonic(), 0, 0
         sinks = trackers_of(config.trackers, folder, str(config.exp_name or config.name), to_table(config))
         with (
             closing(MetricsLog(folder, sinks, after=iteration if start_from is not None else -1)) as log,
@@ -146,7 +146,9 @@ def train(
                 )
                 measured = done.measured | learnt | means(window) | found
                 resident = resident_bytes()[0] - int(learnt.get("replay/bytes", 0))  # which is meant to grow
-                first_resident = resident if iteration <= (start_from or 0) + 2 else first_resident
+                learnt_from += learnt["learning/updates"] > 0
+                if learnt_from <= 2:  # before, programs are still to be compiled, and that takes memory
+                    first_resident = resident
                 wrong = list(troubles(online.health, course, measured, (first_resident, resident)))
                 if any(whose == "policy" for whose, _, _ in wrong):
                     if ahead is not None:

@@ -105,7 +105,8 @@ class HealthConfig:
     max_fault_rate: float | None = 0.5
     """Failures of simulators per episode; more than this, and the run stops."""
     max_memory_growth: float | None = 1.0
-    """Of this process since the second iteration, relative; more than this, and the run stops."""
+    """Of this process since the second iteration that had something to learn from, relative; more than this, and it
+    stops."""
 
     def __post_init__(self) -> None:
         _check_share("online.health.max_skipped", self.max_skipped)

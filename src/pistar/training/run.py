@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from pistar.agents.acrlpd import Acrlpd
 from pistar.agents.flow_bc import FlowBC
@@ -267,12 +268,12 @@ def first_params(config: RLTrainConfig, mesh: jax.sharding.Mesh) -> Params:
     return params
 
 
-def first_state(config: RLTrainConfig, agent: Agent, params: Params) -> Any:  # noqa: ANN401  # the agent's own
+def first_state(agent: Agent, params: Params, seed: PRNGKeyArray) -> Any:  # noqa: ANN401  # the agent's own
     """What an agent begins with."""
     if not isinstance(agent, Acrlpd):
         return agent.init_from(params)
     # Apart from the keys of the steps, which count from 0.
-    return agent.init_from(params, jax.random.fold_in(jax.random.key(config.seed), 2**31))
+    return agent.init_from(params, jax.random.fold_in(seed, 2**31))
 
 
 def _datasets(config: RLTrainConfig) -> Sequence[str]:
