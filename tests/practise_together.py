@@ -88,7 +88,7 @@ def write_down(folder: Path, host: str) -> None:
 
 
 def main(port: str, hosts: str, host: str, folder: str, checkpoint: str, changes: str, *flags: str) -> None:
-    """Practise to the end, by the command. Of the changes, "steps" and "save_every" are the run's, others `online`'s."""
+    """Practise to the end, by the command. "steps" and "save_every" are the run's, other changes `online`'s."""
     sharding.SMALL = 1024  # or nothing of so small a model would be split
     meeting.HEARTBEAT_SECONDS = int(os.environ.get("HEARTBEAT_SECONDS", meeting.HEARTBEAT_SECONDS))
     changed, settings = json.loads(changes), Path(folder, f"{host}.yaml")

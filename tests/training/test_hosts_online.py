@@ -1,4 +1,4 @@
-"""Two real processes that practise by RIPT: each its own start states, one policy, what one process would make of it."""
+"""Two real processes that practise by RIPT: each its own start states, and one policy, as one would make it."""
 
 import io
 import json
@@ -188,11 +188,10 @@ def test_a_host_without_lessons_holds_nobody_up_and_a_stop_of_one_reaches_the_ot
     assert lines[2]["practice/policy_age"] == 1
     events = [json.loads(line) for line in (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()]
     assert {event["start_id"] for event in events if event["iteration"] == 0} == set(hopeless)
-    (step,) = saved_steps(tmp_path / "runs" / "run" / "checkpoints")
+    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
+    (step,) = saved_steps(checkpoints)
     assert 2 <= step < 1000
-    assert all(
-        np.isfinite(param).all() for param in params(tmp_path / "runs" / "run" / "checkpoints" / str(step)).values()
-    )
+    assert all(np.isfinite(param).all() for param in params(checkpoints / str(step)).values())
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 12])
@@ -207,5 +206,13 @@ def test_every_chunk_is_learnt_from_equally_often_whoever_has_it(count: int) -> 
 
 def test_acrlpd_practises_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pistar.training.online.several", lambda: True)
-    with pytest.raises(UserError, match="acrlpd_online_metaworld practises on one host so far.* leave the options"):
+    with pytest.raises(UserError, match=r"acrlpd_online_metaworld practises on one host so far.* leave the options"):
         train(get_config("acrlpd_online_metaworld"), Console(file=io.StringIO()))
+
+
+def test_hosts_that_share_a_ray_say_how_many_workers_are_theirs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pistar.training.online.several", lambda: True)
+    with pytest.raises(UserError, match="one host would leave the others nothing"):
+        train(together(checkpoint, tmp_path, engine="ray", workers=None), Console(file=io.StringIO()))

@@ -225,6 +225,11 @@ def _tasks(config: RLTrainConfig) -> list[str]:
             "online.exploration.misled shifts the state among the model's inputs, and π₀.₅ reads it in its prompt; "
             "set it to 0."
         )
+    if several() and config.online.engine == "ray" and config.online.workers is None:
+        raise UserError(
+            "online.engine is ray and online.workers none, as many as Ray has cores: one host would leave the others "
+            "nothing; give --online.workers, each host's part."
+        )
     return [task for one in name.split(",") for task in find_tasks(one.strip())]
 
 
