@@ -18,7 +18,6 @@ from metaworld_policy import fresh_checkpoint
 from pistar.agents.ript import Ript, RiptBatch
 from pistar.cli_runs import STOPPED
 from pistar.errors import UserError
-from pistar.models.pi0 import cast_frozen
 from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.experience import Starts
@@ -26,8 +25,9 @@ from pistar.training.learner import _picks
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.practice import chance
-from pistar.training.run import make_agent
+from pistar.training.run import first_params, first_state, make_agent
 from pistar.training.saving import saved_steps
+from pistar.training.sharding import make_mesh
 from practise_together import together
 from several_hosts import finish, start_hosts
 
@@ -122,7 +122,7 @@ def test_two_hosts_learn_what_one_would_from_the_lessons_of_both(done: Path, che
     update = jax.jit(agent.update)
 
     def learnt(batches: list[RiptBatch]) -> dict[str, np.ndarray]:
-        state = agent.init_from(cast_frozen(config.model, params(checkpoint)))
+        state = first_state(config, agent, first_params(config, make_mesh()))
         for number, batch in enumerate(batches):
             key = jax.random.fold_in(jax.random.fold_in(chance(config, 1), 0), number)
             state, _ = update(state, batch, key)

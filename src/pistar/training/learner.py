@@ -16,6 +16,7 @@ import optax
 from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
 from pistar.config import RiptConfig
 from pistar.data.loader import to_devices
+from pistar.models.pi0 import Params
 from pistar.models.tokenizer import PromptTokenizer
 from pistar.training.experience import BestOf, Context, load_best, save_best
 from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
@@ -83,8 +84,8 @@ class Learner:
         self._restart = in_step("a restart", jax.jit(agent.restarted, donate_argnums=0, out_shardings=where))
         self._drift = in_step("the drift", jax.jit(agent.drift))
         self._norm = in_step("the norm", jax.jit(lambda state: optax.tree.norm(state.policy.trained)))
-        gather = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=everywhere(run.mesh))
-        self._gather = in_step("the policy that acts", gather)
+        self._copy = jax.jit(_copied)
+        self._gather = in_step("the policy that acts", jax.jit(_copied, out_shardings=everywhere(run.mesh)))
 
     # --- Acting -------------------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Learner:
         if several():
             params = on_own_devices(self._gather(params))
         elif own_copy:
-            params = jax.tree.map(jnp.copy, params)
+            params = self._copy(params)
         taught = self._labels is not None and int(state.policy.step) > 0  # before, no label means anything to it
         return Behaviour(params, iteration, self._labels if taught else None, self._algorithm.guidance)
 
@@ -145,7 +146,7 @@ class Learner:
         updates = online.updates or math.ceil(online.epochs * most / rows)
         calls = math.ceil(stride.epochs * updates / config.updates_per_dispatch)
         key = jax.random.fold_in(chance(config, 1), iteration)
-        behaviour = jax.tree.map(jnp.copy, self._agent.policy_params(state))
+        behaviour = self._copy(self._agent.policy_params(state))
         if online.restart:
             state = self._restart(state)
         picks = _picks(np.random.default_rng([config.seed, iteration, 2**20]), count, rows, most)
@@ -231,6 +232,11 @@ class Learner:
         """Those of a checkpoint."""
         cameras = self._run.config.model.cameras
         load_best(folder, self._best, cameras, jax.process_index(), jax.process_count())
+
+
+def _copied(params: Params) -> Params:
+    """As one program: one for each of them takes longer to compile."""
+    return {name: jnp.copy(param) for name, param in params.items()}
 
 
 def _picks(rng: np.random.Generator, count: int, rows: int, most: int) -> Iterator[np.ndarray]:

@@ -112,8 +112,9 @@ class Tally:
 
     def measured(self, seconds: float, clock: Clock, workers: int) -> dict[str, float]:
         """As metrics, with what was spent on it, of all hosts together."""
-        clocks = exchange("clocks", [dataclasses.asdict(clock), max(workers, 1)])
-        spent = Clock(**{name: sum(each[name] for each, _ in clocks) for name in dataclasses.asdict(clock)})
+        own: tuple[dict[str, float], int] = dataclasses.asdict(clock), max(workers, 1)
+        clocks = exchange("clocks", own)
+        spent = Clock(**{name: sum(each[name] for each, _ in clocks) for name in own[0]})  # type: ignore[arg-type]
         workers = sum(each for _, each in clocks)
         won, of = (sum(counts) for counts in zip(*self.by_kind.values(), strict=True)) if self.by_kind else (0, 0)
         return {

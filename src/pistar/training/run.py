@@ -168,7 +168,7 @@ class OnlineRun:
 
 def demonstrated(config: RLTrainConfig) -> int:
     """Rows of a batch that would be demonstrations, as many on every host."""
-    hosts = jax.process_count()
+    hosts: int = jax.process_count()
     return hosts * round(config.online.demonstrations * config.batch_size / hosts)
 
 
