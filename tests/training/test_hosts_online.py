@@ -1,5 +1,6 @@
 """Two real processes that practise by RIPT: each its own start states, and one policy, as one would make it."""
 
+import dataclasses
 import io
 import json
 import pickle
@@ -137,6 +138,8 @@ def test_two_hosts_learn_what_one_would_from_the_lessons_of_both(done: Path, che
     moved = farthest(before, found)
     assert moved > 1e-3
     assert farthest(learnt(both), found) < 1e-3 * moved
+    of_one = [dataclasses.replace(batch, valid=batch.valid & (np.arange(16) < 8)[:, None]) for batch in both]
+    assert farthest(learnt(of_one), found) > 1e-2 * moved, "what one of them did decides it all"
 
 
 def test_a_stopped_run_of_two_hosts_goes_on_to_the_bit(done: Path, checkpoint: Path, tmp_path: Path) -> None:
