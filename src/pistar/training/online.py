@@ -155,7 +155,7 @@ def train(
                 measured = exchange("measured", done.measured | learnt | means(window) | found)[0]
                 resident = resident_bytes()[0] - int(learnt.get("replay/bytes", 0))  # which is meant to grow
                 first_resident = resident if iteration <= (start_from or 0) + 2 else first_resident
-                grown = max(exchange("memory", (first_resident, resident)), key=lambda each: each[1] / each[0])
+                grown = max(exchange("memory", (first_resident, resident)), key=lambda each: each[1] / max(each[0], 1))
                 wrong = list(troubles(online.health, course, measured, (grown[0], grown[1])))
                 if any(whose == "policy" for whose, _, _ in wrong):
                     if ahead is not None:
