@@ -32,7 +32,8 @@ hypothesis.settings.load_profile("pistar")
 
 LONGEST = (
     *("test_offline", "test_hosts", "test_acrlpd", "test_flow_bc", "test_examples", "test_project", "test_pi0"),
-    *("test_online", "test_demo", "test_ript", "test_sharding", "test_weighing", "test_acting", "test_evaluation"),
+    *("test_hosts_online", "test_online", "test_demo", "test_ript", "test_sharding", "test_weighing", "test_acting"),
+    "test_evaluation",
 )
 """Files that take a minute and more: if one of them came last, a worker would wait for it alone."""
 

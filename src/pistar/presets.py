@@ -308,7 +308,7 @@ _RIPT = (
     dataclasses.replace(
         _RIPT_LIBERO,
         name="ript_distributed",
-        online=dataclasses.replace(_RIPT_LIBERO.online, engine="ray", overlap=True),
+        online=dataclasses.replace(_RIPT_LIBERO.online, overlap=True),  # environments and workers are each host's
         batch_size=256,
     ),
 )

@@ -128,6 +128,49 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one.observations.image_masks[camera], other.observations.image_masks[camera])
 
 
+def kept_lengths(best: BestOf) -> dict[int, list[int]]:
+    return {start: [int(each.valid.sum()) for each in kept] for (_, start), kept in best.kept.items() if kept}
+
+
+def test_hosts_keep_no_more_successes_together_than_one_would() -> None:
+    first, second = BestOf(2), BestOf(2)
+    for start, length in ((1, 8), (1, 5), (2, 4)):
+        first.add((TASK, start), chunks(length, 0.0))
+    for start, length in ((1, 5), (1, 6), (3, 9)):
+        second.add((TASK, start), chunks(length, 0.0))
+    told = [first.lengths, second.lengths]
+    first.let_go(told, 0)
+    second.let_go(told, 1)
+    assert kept_lengths(first) == {1: [5], 2: [4]}
+    assert kept_lengths(second) == {1: [5], 3: [9]}
+
+
+def test_what_hosts_have_kept_is_their_own_again_or_dealt_out_among_others(tmp_path: Path) -> None:
+    for host in (0, 1):
+        best = BestOf(2)
+        for start in (host, host + 2, 10):
+            best.add((TASK, start), chunks(4 + start + host, 0.0))
+        save_best(tmp_path, best.kept, host, 2)
+
+    def loaded(host: int, hosts: int) -> dict[int, list[int]]:
+        best = BestOf(2)
+        load_best(tmp_path, best, ["a", "b"], host, hosts)
+        return kept_lengths(best)
+
+    assert loaded(0, 2) == {0: [4], 2: [6], 10: [14]}
+    assert loaded(1, 2) == {1: [6], 3: [8], 10: [15]}
+    everything = {0: [4], 1: [6], 2: [6], 3: [8], 10: [14, 15]}
+    assert loaded(0, 1) == everything
+    dealt = [loaded(host, 3) for host in range(3)]
+    assert sum(map(len, dealt)) == 5, "each start state went to one"
+    assert dealt[0] | dealt[1] | dealt[2] == everything
+
+
+def test_a_checkpoint_without_its_successes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no best\.npz, the successes kept so far"):
+        load_best(tmp_path, BestOf(2), ["a"])
+
+
 def test_start_states_of_several_tasks_are_chosen_together() -> None:
     starts = Starts(StartsConfig("uniform", pool=3), {"push": range(10), "reach": range(100, 200)})
     chosen = starts.choose(6, rng(), 0.0)

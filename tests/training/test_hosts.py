@@ -1,9 +1,7 @@
 """Two real processes on loopback: they train what one trains, save together, and stop together."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,40 +16,14 @@ from pistar.errors import UserError
 from pistar.training.hosts import join_hosts
 from pistar.training.metrics import read_metrics
 from pistar.training.saving import saved_steps
+from several_hosts import finish, free_port, start_hosts
 
-PROGRAM = Path(__file__).parent.parent / "train_together.py"
 pytestmark = pytest.mark.xdist_group("hosts")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(folder: Path, hosts: int, *flags: str, **changes: object) -> "list[subprocess.Popen[str]]":
-    """Four devices in all, shared by so many processes."""
-    devices = f"--xla_force_host_platform_device_count={4 // hosts}"
-    env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), port, str(hosts), str(host), str(folder), json.dumps(changes), *flags],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in range(hosts)
-    ]
-
-
-def finish(processes: "list[subprocess.Popen[str]]", code: int = 0) -> list[str]:
-    """What each said; all must have ended with this code."""
-    said = [process.communicate(timeout=600)[1] for process in processes]
-    if any(process.returncode != code for process in processes):
-        pytest.fail("\n\n".join(f"host {host} said: {text[-3000:]}" for host, text in enumerate(said)), pytrace=False)
-    return said
+    """A small run, by so many."""
+    return start_hosts("train_together.py", hosts, str(folder), json.dumps(changes), *flags)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:

@@ -141,11 +141,12 @@ class Ript:
         policy = jax.lax.cond(
             sound, lambda policy: self.policy.descend(policy, gradient, rate), lambda policy: policy, state.policy
         )
+        there = valid.any(axis=1)  # rows without a step are nobody's
         metrics = measured | {
             "gradient_norm": norm,
             "skipped": 1.0 - sound,
-            "weight_mean": weights.mean(),
-            "trained_share": (weights != 0).mean(),
+            "weight_mean": weights.mean(where=there),
+            "trained_share": (weights != 0).mean(where=there),
         }
         return RiptState(policy, reference), metrics
 

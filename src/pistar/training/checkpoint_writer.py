@@ -34,8 +34,8 @@ def write_checkpoint(
     before_it_appears: Callable[[], object] = lambda: None,
     more: Callable[[Path], object] = lambda _: None,
 ) -> Path:
-    """folder/<step> in OpenPI's layout plus contract.json, norm stats by asset id, and what `more` writes there. It
-    appears by one rename, whole."""
+    """folder/<step> in OpenPI's layout plus contract.json, norm stats by asset id, and what `more` writes there on
+    every host. It appears by one rename, whole."""
     final = folder.absolute() / str(step)
     if final.exists() and not overwrite:
         raise UserError(f"{final} exists already; choose another folder, resume the run, or overwrite.")
@@ -50,11 +50,12 @@ def write_checkpoint(
     with _work_folder(final.parent, prefix) as work:
         whole = work / "checkpoint"
         _save_arrays(whole, params, train_state)
+        more(whole)
+        meet(f"{final} is written")
         if is_leader():
             for asset_id, asset in norm_stats.items():
                 save_norm_stats(whole / "assets" / asset_id / NORM_STATS_FILE, asset)
             write_contract(whole / CONTRACT_FILE, contract)
-            more(whole)
             before_it_appears()
             _appear(whole, final, work / "replaced")
     if is_leader():

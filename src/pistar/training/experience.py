@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from pistar.training.online_config import StartsConfig
 from pistar.types import Observation
 
 STARTS_FILE, BEST_FILE = "starts.json", "best.npz"
-"""In a checkpoint: how start states went, and the successes that are kept."""
+"""In a checkpoint: how start states went, and the successes that are kept; of several hosts, see `best_file`."""
 
 
 Context = tuple[str, int]
@@ -129,6 +130,21 @@ class BestOf:
         self.kept[start].sort(key=lambda each: int(each.valid.sum()))
         del self.kept[start][self._keeps :]
 
+    @property
+    def lengths(self) -> list[list[Any]]:
+        """What others are told of it: task, start state, length of each."""
+        return [[*start, int(chunks.valid.sum())] for start, kept in self.kept.items() for chunks in kept]
+
+    def let_go(self, everywhere: Sequence[list[list[Any]]], host: int) -> None:
+        """Of what is not among the shortest of all hosts, given what each tells; of two alike the later host's."""
+        ranked: dict[Context, list[tuple[int, int]]] = collections.defaultdict(list)
+        for other, told in enumerate(everywhere):
+            for task, number, length in told:
+                ranked[task, number].append((length, other))
+        for start, kept in self.kept.items():
+            stay = sorted(ranked[start])[: self._keeps]
+            del kept[sum(other == host for _, other in stay) :]
+
     def weighed(self, starts: Starts) -> list[tuple[Chunks, float]]:
         """All of it, the more the seldomer its start state succeeds."""
         return [
@@ -150,7 +166,12 @@ def load_starts(folder: Path, starts: Starts) -> None:
     starts.known = {(one.pop("task"), one.pop("start")): Start(**one) for one in table}
 
 
-def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]]) -> None:
+def best_file(host: int, hosts: int) -> str:
+    """What a host of so many keeps."""
+    return BEST_FILE if hosts == 1 else f"best-{host}-of-{hosts}.npz"
+
+
+def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]], host: int = 0, hosts: int = 1) -> None:
     """Into a checkpoint's folder."""
     contexts = [context for context in sorted(kept) for _ in kept[context]]
     arrays = {
@@ -160,19 +181,31 @@ def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]]) -> None:
     for number, chunks in enumerate(chunks for context in sorted(kept) for chunks in kept[context]):
         leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
         arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
-    np.savez(folder / BEST_FILE, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
+    np.savez(folder / best_file(host, hosts), **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
 
 
-def load_best(folder: Path, best: BestOf, cameras: Sequence[str]) -> None:
-    """Back, into this."""
+def load_best(folder: Path, best: BestOf, cameras: Sequence[str], host: int = 0, hosts: int = 1) -> None:
+    """Back, into this: its own by each of as many hosts as there were; by others, all start states dealt out."""
+    own = folder / best_file(host, hosts)
+    files = [own] if own.exists() else sorted(folder.glob("best*.npz"))
+    if not files:
+        raise UserError(f"{folder} has no {BEST_FILE}, the successes kept so far; start a new run from its params.")
+    best.kept.clear()
+    for file in files:
+        _load_best(file, best, cameras)
+    for number, start in enumerate(sorted(best.kept)):
+        if files != [own] and number % hosts != host:
+            del best.kept[start]
+
+
+def _load_best(file: Path, best: BestOf, cameras: Sequence[str]) -> None:
     pictures = dict.fromkeys(sorted(cameras), 0)
     numbers, like = jax.tree.flatten((_unchecked_observation(pictures), 0, 0))
-    best.kept.clear()
-    with np.load(folder / BEST_FILE) as arrays:
+    with np.load(file) as arrays:
         contexts = zip(arrays["tasks"].tolist(), arrays["starts"].tolist(), strict=True)
         for number, context in enumerate(contexts):
             leaves = [arrays[f"{number}/{index}"] for index in range(len(numbers))]
-            best.kept[context].append(Chunks(*jax.tree.unflatten(like, leaves)))
+            best.add(context, Chunks(*jax.tree.unflatten(like, leaves)))
 
 
 def _unchecked_observation(pictures: Mapping[str, int]) -> Observation:

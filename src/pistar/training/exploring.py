@@ -158,6 +158,8 @@ class Explorer:
     moods: Sequence[Mood]
     """By episode."""
     flow_steps: int = 10
+    first: int = 0
+    """The number of the first episode asked for here: of several hosts each has some of them."""
     keep: bool = True
     """What was looked at and done, in `plans`."""
     plans: dict[int, list[Plan]] = dataclasses.field(default_factory=dict)
@@ -165,7 +167,7 @@ class Explorer:
     def __call__(self, requests: Sequence[Request]) -> Float[np.ndarray, "b h d"]:
         """Chunks in the robot's units."""
         frames = [self.inputs(dict(request.observation)) for request in requests]
-        moods = [self.moods[request.episode] for request in requests]
+        moods = [self.moods[self.first + request.episode] for request in requests]
         told = [_misled(frame, mood) for frame, mood in zip(frames, moods, strict=True)]
         asked, unasked = told, None
         if (labels := self.behaviour.labels) is not None:
@@ -190,7 +192,7 @@ class Explorer:
             None if unasked is None else stack_observations([unasked[row] for row in rows]),
             self.behaviour.guidance,
             self.key,
-            np.array([requests[row].episode for row in rows], np.int32),
+            np.array([self.first + requests[row].episode for row in rows], np.int32),
             np.array([-1 if moods[row].hold_noise else requests[row].step for row in rows], np.int32),
             np.array([moods[row].noise_scale for row in rows], np.float32),
         )
@@ -200,9 +202,10 @@ class Explorer:
         plans = [self._decide(*each) for each in decided]
         if self.keep:
             for request, plan in zip(requests, plans, strict=True):
+                number = self.first + request.episode
                 if request.step == 0:  # also where an episode begins again
-                    self.plans[request.episode] = []
-                self.plans[request.episode].append(plan)
+                    self.plans[number] = []
+                self.plans[number].append(plan)
         return np.stack([plan.sent for plan in plans])
 
     def _decide(
@@ -214,7 +217,8 @@ class Explorer:
         chunk: Float[np.ndarray, "h a"],
     ) -> Plan:
         if mood.action_deviation:
-            rng = np.random.default_rng([*np.asarray(jax.random.key_data(self.key)), request.episode, request.step])
+            number = self.first + request.episode
+            rng = np.random.default_rng([*np.asarray(jax.random.key_data(self.key)), number, request.step])
             off = rng.normal(0, mood.action_deviation, (len(chunk), self.action_dim))
             chunk = chunk + np.pad(off, ((0, 0), (0, chunk.shape[-1] - self.action_dim))).astype(chunk.dtype)
         sent = self.outputs({"state": frame["state"], "actions": chunk})["actions"]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from pistar.errors import UserError
+from pistar.training.hosts import is_leader
 from pistar.training.online_config import HealthConfig, OnlineConfig, TuningConfig
 
 EVENTS_FILE, COURSE_FILE = "events.jsonl", "course.json"
@@ -61,6 +63,9 @@ class Events:
     def __init__(self, folder: Path, console: Console, *, after: int) -> None:
         """Events of iterations from `after` on are forgotten: those will be made again."""
         self._path, self._console = folder / EVENTS_FILE, console
+        if not is_leader():  # who tells it for all
+            self._path = Path(os.devnull)
+            return
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         kept = [line for line in lines if json.loads(line)["iteration"] < after]
         aside = self._path.with_suffix(".tmp")
@@ -82,7 +87,7 @@ class Events:
 def troubles(
     config: HealthConfig, course: Course, measured: Mapping[str, float], resident: tuple[int, int]
 ) -> Iterator[tuple[Trouble, str, str]]:
-    """Whose trouble it is, its name, and what was seen. `resident`: bytes of this process at first, and now."""
+    """Whose trouble it is, its name, and what was seen. `resident`: bytes of a process at first, and now."""
     c = config
     updates = measured.get("learning/updates", 0.0)
     if updates and measured.get("skipped", 0.0) > c.max_skipped:
@@ -114,7 +119,7 @@ def troubles(
         yield "surroundings", "simulators", f"they failed {faults:.0f} times in {episodes:.0f} episodes"
     before, now = resident
     if c.max_memory_growth is not None and now > (1 + c.max_memory_growth) * before:
-        yield "surroundings", "memory", f"this process has grown from {before / 1e9:.2f} to {now / 1e9:.2f} GB"
+        yield "surroundings", "memory", f"a process has grown from {before / 1e9:.2f} to {now / 1e9:.2f} GB"
 
 
 def success_of(found: Mapping[str, float]) -> float:

@@ -4,19 +4,22 @@ JAX's own runtime does the work; these are the few things a run asks of it.
 """
 
 import atexit
+import collections
 import contextlib
 import itertools
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from pistar.errors import UserError
+from pistar.training.sharding import own_mesh
 
 START_SECONDS = 300
 HEARTBEAT_SECONDS = 45
@@ -27,8 +30,11 @@ Under a minute, and long enough for a machine that stands still for a while."""
 MEETING_SECONDS = 2 * 60 * 60
 """One host may decode a dataset while others wait. One that died is noticed by its heart."""
 
+T = TypeVar("T")
+
 _meetings = itertools.count()
 _questions = itertools.count()
+_said: collections.Counter[str] = collections.Counter()
 
 
 def join_hosts(
@@ -166,6 +172,41 @@ def meet(where: str) -> None:
         # Told apart by number: a barrier's name serves once, and two saves of one step are possible.
         processes = set(range(jax.process_count()))
         ocp.multihost.sync_global_processes(f"{next(_meetings)}: {where}", processes=processes, timeout=MEETING_SECONDS)
+
+
+def exchange(subject: str, word: T) -> list[T]:
+    """What each host says on a subject, in their order. All are asked equally often; a word is what JSON holds.
+
+    By messages to the coordinator, as `meet`: it may happen beside programs that speak between devices.
+    """
+    if not several():
+        return [word]
+    import orbax.checkpoint as ocp  # a second to import
+
+    client = ocp.multihost.get_jax_distributed_client()
+    number, own = _said[subject], int(jax.process_index())
+    _said[subject] += 1
+    client.key_value_set(f"pistar/{subject}/{number}/{own}", json.dumps(word))
+    said = [
+        client.blocking_key_value_get(f"pistar/{subject}/{number}/{host}", MEETING_SECONDS * 1000)
+        for host in range(jax.process_count())
+    ]
+    if number:  # everybody has spoken again, so everybody has heard what was said before
+        client.key_value_delete(f"pistar/{subject}/{number - 1}/{own}")
+    return [json.loads(each) for each in said]
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """Programs made meanwhile are of this host's devices alone: the others need not run them."""
+    with jax.set_mesh(own_mesh()) if several() else contextlib.nullcontext():
+        yield
+
+
+def own_share(count: int) -> range:
+    """Which of so many things are this host's."""
+    host, hosts = int(jax.process_index()), int(jax.process_count())
+    return range(host * count // hosts, (host + 1) * count // hosts)
 
 
 def in_step(name: str, program: Any) -> Callable[..., Any]:  # noqa: ANN401  # what jax.jit gives

@@ -1,6 +1,7 @@
 """What RIPT makes of practice: lessons of each group, and an iteration's updates of the policy."""
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,17 @@ import optax
 
 from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
 from pistar.config import RiptConfig
+from pistar.data.loader import to_devices
+from pistar.models.pi0 import Params
 from pistar.models.tokenizer import PromptTokenizer
 from pistar.training.experience import BestOf, Context, load_best, save_best
 from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
+from pistar.training.hosts import exchange, in_step, several
 from pistar.training.metrics import Window, add_windows, as_sound_window
+from pistar.training.plan import abstract_batch
 from pistar.training.practice import Group, Practice, Practised, chance
 from pistar.training.run import OnlineRun
+from pistar.training.sharding import everywhere, on_own_devices, over_rows
 from pistar.types import AnyArray, Observation
 
 
@@ -74,10 +80,12 @@ class Learner:
             state, windows = jax.lax.scan(update, state, (batches, keys))
             return state, jax.tree.map(jnp.sum, windows)
 
-        self._dispatch = jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None))
-        self._restart = jax.jit(agent.restarted, donate_argnums=0, out_shardings=where)
-        self._drift = jax.jit(agent.drift)
-        self._norm = jax.jit(lambda state: optax.tree.norm(state.policy.trained))
+        self._dispatch = in_step("the update", jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None)))
+        self._restart = in_step("a restart", jax.jit(agent.restarted, donate_argnums=0, out_shardings=where))
+        self._drift = in_step("the drift", jax.jit(agent.drift))
+        self._norm = in_step("the norm", jax.jit(lambda state: optax.tree.norm(state.policy.trained)))
+        self._copy = jax.jit(_copied)
+        self._gather = in_step("the policy that acts", jax.jit(_copied, out_shardings=everywhere(run.mesh)))
 
     # --- Acting -------------------------------------------------------------------------------------------------------
 
@@ -90,8 +98,10 @@ class Learner:
     def behaviour(self, state: RiptState, iteration: int, *, own_copy: bool = False) -> Behaviour:
         """The policy as it acts now. A copy outlasts the updates, which use the state up."""
         params = self._agent.policy_params(state)
-        if own_copy:
-            params = jax.tree.map(jnp.copy, params)
+        if several():
+            params = on_own_devices(self._gather(params))
+        elif own_copy:
+            params = self._copy(params)
         taught = self._labels is not None and int(state.policy.step) > 0  # before, no label means anything to it
         return Behaviour(params, iteration, self._labels if taught else None, self._algorithm.guidance)
 
@@ -120,20 +130,26 @@ class Learner:
     def learn(
         self, state: RiptState, lessons: Sequence[Lesson], iteration: int, stride: Stride
     ) -> tuple[RiptState, Window, dict[str, float]]:
-        """As many updates as configured, or until the policy is far from the one that acted."""
+        """As many updates as configured, or until the policy is far from the one that acted.
+
+        Of several hosts each learns from its own lessons, in its own rows of every batch.
+        """
         config, online, since = self._run.config, self._run.config.online, time.monotonic()
-        if not lessons:
+        counts = exchange("chunks", sum(len(lesson.chunks) for lesson in lessons))
+        if not any(counts):
             return state, {}, {"learning/chunks": 0.0, "learning/updates": 0.0, "learning/drift": 0.0}
+        count, most = counts[jax.process_index()], max(counts)
+        lessons = lessons or [Lesson(self._blank(), 0.0)]
         chunks = join([lesson.chunks for lesson in lessons])
         advantages = np.concatenate([np.full(len(each.chunks), each.advantage, np.float32) for each in lessons])
-        rows = config.batch_size - self._run.demonstrated
-        updates = online.updates or math.ceil(online.epochs * len(chunks) / rows)
+        rows = (config.batch_size - self._run.demonstrated) // len(counts)
+        updates = online.updates or math.ceil(online.epochs * most / rows)
         calls = math.ceil(stride.epochs * updates / config.updates_per_dispatch)
         key = jax.random.fold_in(chance(config, 1), iteration)
-        behaviour = jax.tree.map(jnp.copy, self._agent.policy_params(state))
+        behaviour = self._copy(self._agent.policy_params(state))
         if online.restart:
             state = self._restart(state)
-        picks = _picks(np.random.default_rng([config.seed, iteration, 2**20]), len(chunks), rows)
+        picks = _picks(np.random.default_rng([config.seed, iteration, 2**20]), count, rows, most)
         window: Window = {}
         probe: RiptBatch | None = None
         made, drift = 0, 0.0
@@ -141,20 +157,22 @@ class Learner:
         before = int(state.policy.step)  # asked once: the device works on one call while the next is made ready
         for call in range(calls):
             batches = [
-                self._batch(chunks, advantages, next(picks), before + made + at)
+                self._batch(chunks, advantages, next(picks), rows, before + made + at)
                 for at in range(config.updates_per_dispatch)
             ]
-            probe = probe if probe is not None else batches[0]
+            probe = probe if probe is not None else to_devices(batches[0], over_rows(self._run.mesh))
             keys = jax.vmap(lambda at: jax.random.fold_in(key, at))(made + jnp.arange(len(batches)))
             stacked = jax.tree.map(lambda *each: np.stack(each), *batches)
+            stacked = to_devices(stacked, over_rows(self._run.mesh, stacked=True))
             state, measured = self._dispatch(state, stacked, keys, jnp.float32(stride.rate))
             window, made = add_windows(window, measured), made + len(batches)
             if call == calls - 1 or (online.max_drift is not None and call % looks == looks - 1):
                 drift = float(self._drift(state, behaviour, probe, chance(config, 4)))
+                drift = exchange("drift", drift)[0]  # lest some stop by a last bit, and others wait for them
                 if online.max_drift is not None and drift > online.max_drift:
                     break
         learnt = {
-            "learning/chunks": float(len(chunks)),
+            "learning/chunks": float(sum(counts)),
             "learning/updates": float(made),
             "learning/drift": drift,
             "learning/weight_norm": float(self._norm(state)),
@@ -168,6 +186,8 @@ class Learner:
             for each in kept:
                 for lesson in each.lessons:
                     self._best.add(each.start, lesson.chunks)
+            if several():
+                self._best.let_go(exchange("successes", self._best.lengths), jax.process_index())
             return [Lesson(chunks, weight) for chunks, weight in self._best.weighed(self._practice.starts)]
         if self._labels is None:
             return [lesson for each in kept for lesson in each.lessons]
@@ -182,16 +202,23 @@ class Learner:
         labels: list[Label] = ["none" if untold else label for untold in dropped]
         return Lesson(self._labels.write(lesson.chunks, instruction, labels), lesson.advantage)
 
-    def _batch(self, chunks: Chunks, advantages: np.ndarray, picked: np.ndarray, update: int) -> RiptBatch:
-        own = jax.tree.map(lambda rows: rows[picked], chunks.observations)
-        parts = [(own, chunks.actions[picked], chunks.valid[picked], advantages[picked])]
+    def _blank(self) -> Chunks:
+        """A chunk for the rows of a host that has nothing to learn from."""
+        batch: Any = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), abstract_batch(self._run.config, 1))
+        return Chunks(batch.observations, batch.actions, np.zeros_like(batch.valid))
+
+    def _batch(self, chunks: Chunks, advantages: np.ndarray, picked: np.ndarray, rows: int, update: int) -> RiptBatch:
+        there = np.arange(rows) < len(picked)
+        picked = np.pad(picked, (0, rows - len(picked)))  # some chunk, of which no step is learnt from
+        own = jax.tree.map(lambda leaf: leaf[picked], chunks.observations)
+        parts = [(own, chunks.actions[picked], chunks.valid[picked] & there[:, None], advantages[picked] * there)]
         if self._run.demonstrations is not None:
             shown = self._run.demonstrations.sample_policy_batch(update)
             parts.append((shown.observations, shown.actions, shown.valid, np.zeros(len(shown.actions), np.float32)))
         together: tuple[Observation, AnyArray, AnyArray, AnyArray] = jax.tree.map(
             lambda *each: np.concatenate([np.asarray(rows) for rows in each]), *parts
         )
-        demonstration = np.arange(len(together[1])) >= len(picked)
+        demonstration = np.arange(len(together[1])) >= rows
         return RiptBatch(*together, demonstration)
 
     # --- Remembering --------------------------------------------------------------------------------------------------
@@ -199,18 +226,28 @@ class Learner:
     def remembered(self) -> Callable[[Path], None]:
         """What writes the successes it keeps, as they are now, into a checkpoint."""
         kept = {start: list(all_) for start, all_ in self._best.kept.items()}
-        return lambda folder: save_best(folder, kept)
+        return lambda folder: save_best(folder, kept, jax.process_index(), jax.process_count())
 
     def recall(self, folder: Path) -> None:
         """Those of a checkpoint."""
-        load_best(folder, self._best, self._run.config.model.cameras)
+        cameras = self._run.config.model.cameras
+        load_best(folder, self._best, cameras, jax.process_index(), jax.process_count())
 
 
-def _picks(rng: np.random.Generator, count: int, rows: int) -> Iterator[np.ndarray]:
-    """Rows for batch after batch: everything once, in a new order each time round."""
+def _copied(params: Params) -> Params:
+    """As one program: one for each of them takes longer to compile."""
+    return {name: jnp.copy(param) for name, param in params.items()}
+
+
+def _picks(rng: np.random.Generator, count: int, rows: int, most: int) -> Iterator[np.ndarray]:
+    """Rows for batch after batch: everything once, in a new order each time round.
+
+    A host that has less than another fills as many rows fewer: every chunk is learnt from as often as any.
+    """
     order = np.zeros(0, int)
-    while True:
-        while len(order) < rows:
+    for batch in itertools.count():
+        wanted = (batch + 1) * rows * count // most - batch * rows * count // most
+        while len(order) < wanted:
             order = np.concatenate([order, rng.permutation(count)])
-        yield order[:rows]
-        order = order[rows:]
+        yield order[:wanted]
+        order = order[wanted:]

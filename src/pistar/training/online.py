@@ -37,7 +37,7 @@ from pistar.training.health import (
     troubles,
     tune,
 )
-from pistar.training.hosts import several
+from pistar.training.hosts import exchange, in_step, is_leader, meet, several
 from pistar.training.learner import Stride
 from pistar.training.learners import make_learner
 from pistar.training.memory import resident_bytes
@@ -54,8 +54,11 @@ def train(
     config: RLTrainConfig, console: Console, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False
 ) -> Path | None:
     """Run it to its last iteration. Returns the last checkpoint, or nothing where none was made."""
-    if several():
-        raise UserError("Practice runs on one host so far; leave the options for several out.")
+    if several() and not isinstance(config.algorithm, RiptConfig):
+        raise UserError(
+            f"{config.name} practises on one host so far, as ACRLPD has one replay buffer; leave the options "
+            "for several out, or practise by RIPT (ript_…)."
+        )
     use_compilation_cache()
     tasks, online = _tasks(config), config.online
     folder, checkpoints = config.folder, config.folder / "checkpoints"
@@ -84,18 +87,23 @@ def train(
             """As it was saved, or as it begins."""
             if step is not None:
                 return restore(checkpoints, step, abstract, where, lambda s: parts_of(run.agent, s))[0]
-            begin = jax.jit(functools.partial(first_state, run.agent), donate_argnums=0, out_shardings=where)
             return begin(first_params(config, run.mesh), jax.random.key(config.seed))
 
+        first = jax.jit(functools.partial(first_state, run.agent), donate_argnums=0, out_shardings=where)
+        begin = in_step("the first state", first)
         state, course, iteration = state_of(start_from), Course(), start_from or 0
         if start_from is not None:
             course = dataclasses.replace(Course.load(checkpoints / str(start_from)), finished=False)
             load_starts(checkpoints / str(start_from), practice.starts)
             learner.recall(checkpoints / str(start_from))
-        if overwrite and folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(folder / CONFIG_FILE, config)
+        # Whatever could be refused has been, on every host: only now an old run goes, or its settings.
+        meet("everything is loaded")
+        if is_leader():
+            if overwrite and folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(folder / CONFIG_FILE, config)
+        meet("the folder is ready")
         events = Events(folder, console, after=iteration)
         began, first_resident, learnt_from = time.monotonic(), 0, 0
         sinks = trackers_of(config.trackers, folder, str(config.exp_name or config.name), to_table(config))
@@ -144,12 +152,13 @@ def train(
                     markup=False,
                     highlight=False,
                 )
-                measured = done.measured | learnt | means(window) | found
+                measured = exchange("measured", done.measured | learnt | means(window) | found)[0]
                 resident = resident_bytes()[0] - int(learnt.get("replay/bytes", 0))  # which is meant to grow
                 learnt_from += learnt["learning/updates"] > 0
                 if learnt_from <= 2:  # before, programs are still to be compiled, and that takes memory
                     first_resident = resident
-                wrong = list(troubles(online.health, course, measured, (first_resident, resident)))
+                grown = max(exchange("memory", (first_resident, resident)), key=lambda each: each[1] / max(each[0], 1))
+                wrong = list(troubles(online.health, course, measured, (grown[0], grown[1])))
                 if any(whose == "policy" for whose, _, _ in wrong):
                     if ahead is not None:
                         ahead.result()  # by a policy nobody wants; its simulators must be free
@@ -196,9 +205,10 @@ def _writer(course: Course, known: dict[Context, Start], best: Callable[[Path], 
     course = dataclasses.replace(course)
 
     def write(folder: Path) -> None:
-        course.save(folder)
-        save_starts(folder, known)
-        best(folder)
+        if is_leader():
+            course.save(folder)
+            save_starts(folder, known)
+        best(folder)  # every host's own
 
     return write
 
@@ -216,6 +226,11 @@ def _tasks(config: RLTrainConfig) -> list[str]:
         raise UserError(
             "online.exploration.misled shifts the state among the model's inputs, and π₀.₅ reads it in its prompt; "
             "set it to 0."
+        )
+    if several() and config.online.engine == "ray" and config.online.workers is None:
+        raise UserError(
+            "online.engine is ray and online.workers none, as many as Ray has cores: one host would leave the others "
+            "nothing; give --online.workers, each host's part."
         )
     return [task for one in name.split(",") for task in find_tasks(one.strip())]
 

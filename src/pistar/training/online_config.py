@@ -161,9 +161,9 @@ class OnlineConfig:
     execute: int | None = None
     """Actions of a chunk before the policy looks again. None: as the environment's policies usually do."""
     environments: int = 16
-    """At once."""
+    """At once, on each host."""
     workers: int | None = None
-    """Processes they are spread over. None: as many as cores."""
+    """Processes they are spread over, of each host. None: as many as cores."""
     contexts: int = 24
     """Start states an iteration wants to learn from …"""
     rollouts: int = 8

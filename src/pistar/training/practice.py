@@ -1,4 +1,9 @@
-"""Practice: a policy among its environments, group by group, and what is counted of it."""
+"""Practice: a policy among its environments, group by group, and what is counted of it.
+
+Of several hosts each has environments of its own and practises some of the groups. All choose the same start states and
+are told how all groups went, so what is counted and remembered of them is the same everywhere; episodes stay where they
+were made.
+"""
 
 import dataclasses
 import itertools
@@ -16,6 +21,7 @@ from pistar.envs.env import Scene
 from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Fault
+from pistar.tables import from_table, to_table
 from pistar.training.config import RLTrainConfig
 from pistar.training.experience import Context, Starts
 from pistar.training.exploring import (
@@ -29,6 +35,7 @@ from pistar.training.exploring import (
     executed_chunks,
     stepwise_chunks,
 )
+from pistar.training.hosts import by_itself, exchange, own_share
 from pistar.training.run import Ground
 from pistar.types import Episode
 
@@ -55,9 +62,31 @@ class Group:
         return [rollout.episode for rollout in self.rollouts if rollout.episode is not None]
 
     @property
+    def outcome(self) -> "Outcome":
+        """In a few words."""
+        return Outcome(
+            self.start,
+            tuple(bool(episode.success) for episode in self.episodes) if self.whole else None,
+            tuple(mood.kind for mood in self.moods),
+            tuple(fault for rollout in self.rollouts for fault in rollout.faults),
+        )
+
+    @property
     def rewards(self) -> Float[np.ndarray, " k"]:
         """0 or 1 each."""
         return np.array([float(episode.success) for episode in self.episodes])
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What everybody is told of a group."""
+
+    start: Context
+    successes: tuple[bool, ...] | None
+    """None where it could not be finished."""
+    kinds: tuple[str, ...]
+    """Of exploration."""
+    faults: tuple[Fault, ...]
 
 
 @dataclasses.dataclass
@@ -69,34 +98,36 @@ class Tally:
     by_kind: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Of exploration: successes, of how many episodes."""
     faults: list[tuple[Context, Fault, bool]] = dataclasses.field(default_factory=list)
-    clock: Clock = dataclasses.field(default_factory=Clock)
 
-    def count(self, group: Group) -> bool:
-        """Whether it counts."""
+    def count(self, group: Outcome) -> None:
+        """One more. Of one that could not be finished nothing but that."""
         self.tried.append(group.start)
-        self.faults += [(group.start, fault, not group.whole) for one in group.rollouts for fault in one.faults]
-        if not group.whole:
-            return False
-        self.teaching += bool(informative(group.rewards[None])[0])
-        for mood, episode in zip(group.moods, group.episodes, strict=True):
-            won, of = self.by_kind.get(mood.kind, (0, 0))
-            self.by_kind[mood.kind] = (won + episode.success, of + 1)
-        return True
+        self.faults += [(group.start, fault, group.successes is None) for fault in group.faults]
+        if group.successes is None:
+            return
+        self.teaching += bool(informative(np.array([group.successes], float))[0])
+        for kind, success in zip(group.kinds, group.successes, strict=True):
+            won, of = self.by_kind.get(kind, (0, 0))
+            self.by_kind[kind] = (won + success, of + 1)
 
-    def measured(self, seconds: float, workers: int) -> dict[str, float]:
-        """As metrics."""
+    def measured(self, seconds: float, clock: Clock, workers: int) -> dict[str, float]:
+        """As metrics, with what was spent on it, of all hosts together."""
+        own: tuple[dict[str, float], int] = dataclasses.asdict(clock), max(workers, 1)
+        clocks = exchange("clocks", own)
+        spent = Clock(**{name: sum(each[name] for each, _ in clocks) for name in own[0]})  # type: ignore[arg-type]
+        workers = sum(each for _, each in clocks)
         won, of = (sum(counts) for counts in zip(*self.by_kind.values(), strict=True)) if self.by_kind else (0, 0)
         return {
             "practice/success": won / max(of, 1),
             "practice/episodes": float(of),
             "practice/informative": float(self.teaching),
             "practice/start_states": float(len(self.tried)),
-            "practice/environment_steps": float(self.clock.steps),
+            "practice/environment_steps": float(spent.steps),
             "practice/faults": float(len(self.faults)),
             "time/practice_seconds": seconds,
-            "time/steps_per_second": self.clock.steps / seconds,
-            "time/simulators_share": self.clock.simulators / seconds / workers,
-            "time/policy_share": self.clock.policy / seconds,
+            "time/steps_per_second": spent.steps / seconds,
+            "time/simulators_share": spent.simulators / seconds / workers,
+            "time/policy_share": spent.policy / seconds / len(clocks),
             **{f"practice/success_{kind}": won / of for kind, (won, of) in self.by_kind.items()},
         }
 
@@ -106,7 +137,7 @@ class Practised(Generic[T]):
     """What an iteration's rollouts brought."""
 
     kept: Sequence[T]
-    """Of each whole group what its learner keeps."""
+    """Of each whole group of this host what its learner keeps."""
     measured: dict[str, float]
     faults: Sequence[tuple[Context, Fault, bool]]
     """Of which start state, what, and whether its group had to be dropped."""
@@ -137,6 +168,7 @@ class Practice:
         """Where it practises."""
         return self._envs.scene
 
+    @by_itself()
     def practise(
         self, behaviour: Behaviour, iteration: int, keep: Callable[[Group], T], *, record: bool, plans: bool
     ) -> Practised[T]:
@@ -146,7 +178,7 @@ class Practice:
         their observations; `plans`: groups have what the policy looked at and decided.
         """
         config, online = self._config, self._config.online
-        since, tally, kept = time.monotonic(), Tally(), list[T]()
+        since, tally, clock, kept = time.monotonic(), Tally(), Clock(), list[T]()
         for round_ in itertools.count():
             room = online.attempts * online.contexts - len(tally.tried)
             wanted = min(online.contexts - tally.teaching, room)
@@ -160,16 +192,23 @@ class Practice:
                 for start in starts
                 for _ in range(online.rollouts)
             ]
-            explorer = self._explorer(behaviour, key, moods, keep=plans)
-            for group in self._groups(explorer, starts, record=record, clock=tally.clock):
-                if tally.count(group):
-                    self.starts.learn(group.start, int(group.rewards.sum()), len(group.rewards))
+            ours, outcomes = own_share(len(starts)), list[Outcome]()
+            explorer = self._explorer(behaviour, key, moods, ours.start * online.rollouts, keep=plans)
+            for group in self._groups(explorer, starts, ours, record=record, clock=clock):
+                outcomes.append(group.outcome)
+                if group.whole:
                     kept.append(keep(group))
-        measured = tally.measured(time.monotonic() - since, max(self._envs.workers, 1))
+            for outcome in _of_all_hosts(outcomes):
+                tally.count(outcome)
+                if outcome.successes is not None:
+                    self.starts.learn(outcome.start, sum(outcome.successes), len(outcome.successes))
+        measured = tally.measured(time.monotonic() - since, clock, self._envs.workers)
         measured["practice/solved_start_states"] = float(self.starts.solved)
         return Practised(kept, measured, tally.faults)
 
-    def _explorer(self, behaviour: Behaviour, key: jax.Array, moods: Sequence[Mood], *, keep: bool) -> Explorer:
+    def _explorer(
+        self, behaviour: Behaviour, key: jax.Array, moods: Sequence[Mood], first: int, *, keep: bool
+    ) -> Explorer:
         return Explorer(
             model=self._config.model,
             inputs=self._inputs,
@@ -180,19 +219,22 @@ class Practice:
             behaviour=behaviour,
             key=key,
             moods=moods,
+            first=first,
             keep=keep,
         )
 
-    def _groups(self, explorer: Explorer, starts: Sequence[Context], *, record: bool, clock: Clock) -> Iterator[Group]:
-        """Each start state's rollouts as soon as they are done."""
+    def _groups(
+        self, explorer: Explorer, starts: Sequence[Context], ours: range, *, record: bool, clock: Clock
+    ) -> Iterator[Group]:
+        """Rollouts of each start state that is ours as soon as they are done."""
         times = self._config.online.rollouts
-        episodes = [start for start in starts for _ in range(times)]
+        episodes = [starts[at] for at in ours for _ in range(times)]
         rollouts = roll_out(self._envs, episodes, explorer, execute=self.execute, record=record, clock=clock)
-        for at, start in enumerate(starts):
+        for at in ours:
             numbers = range(at * times, (at + 1) * times)
             done = list(itertools.islice(rollouts, times))
             plans = [explorer.plans.pop(number, []) for number in numbers]
-            yield Group(start, done, plans, [explorer.moods[number] for number in numbers])
+            yield Group(starts[at], done, plans, [explorer.moods[number] for number in numbers])
 
     def chunks(self, episode: Episode, plans: Sequence[Plan]) -> Chunks:
         """What is learnt from of an episode, as configured."""
@@ -200,6 +242,7 @@ class Practice:
             return executed_chunks(plans, episode, self.execute)
         return stepwise_chunks(episode, self._inputs, self._config.model.action_horizon)
 
+    @by_itself()
     def judge(self, behaviour: Behaviour) -> dict[str, float]:
         """Successes on held-out start states: without noise, and with the flow's own. The same noise every time. Where
         a critic chooses in practice, it does so in a count of its own."""
@@ -209,16 +252,26 @@ class Practice:
         if behaviour.judge is not None:
             trials["best_of_n"] = (Mood(), behaviour)
         found: dict[str, float] = {}
+        ours = own_share(len(starts))
         for name, (mood, acting) in trials.items():
-            explorer = self._explorer(acting, chance(self._config, 3), [mood] * len(starts), keep=False)
-            for rollout in roll_out(self._envs, starts, explorer, execute=self.execute):
+            key = chance(self._config, 3)
+            explorer = self._explorer(acting, key, [mood] * len(starts), ours.start, keep=False)
+            for rollout in roll_out(self._envs, starts[ours.start : ours.stop], explorer, execute=self.execute):
                 if rollout.episode is None:
                     continue
                 for what in (name, *((f"{name}/{rollout.task}",) if len(scenes) > 1 else ())):
                     won, of = f"evaluation/{what}", f"evaluation/{what}_of"
                     found[won] = found.get(won, 0.0) + rollout.episode.success
                     found[of] = found.get(of, 0.0) + 1
-        return found
+        everywhere = exchange("evaluation", found)
+        names = dict.fromkeys(name for each in everywhere for name in each)
+        return {name: sum(each.get(name, 0.0) for each in everywhere) for name in names}
+
+
+def _of_all_hosts(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """In the order of their start states, which are shared out one after the other."""
+    tables = itertools.chain.from_iterable(exchange("groups", [to_table(each) for each in outcomes]))
+    return [from_table(Outcome, table, "a host's word", whole=True) for table in tables]
 
 
 def chance(config: RLTrainConfig, purpose: int) -> jax.Array:

@@ -169,8 +169,9 @@ class OnlineRun:
 
 
 def demonstrated(config: RLTrainConfig) -> int:
-    """Rows of a batch that would be demonstrations."""
-    return round(config.online.demonstrations * config.batch_size)
+    """Rows of a batch that would be demonstrations, as many on every host."""
+    hosts: int = jax.process_count()
+    return hosts * round(config.online.demonstrations * config.batch_size / hosts)
 
 
 def prepare_online(config: RLTrainConfig) -> OnlineRun:

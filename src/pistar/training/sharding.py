@@ -7,7 +7,7 @@ Rows of a batch are spread over all devices. Weights, their average, moments, cr
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pistar.errors import UserError
 
+T = TypeVar("T")
 Struct = jax.ShapeDtypeStruct
 
 BATCH, FSDP = "batch", "fsdp"
@@ -34,14 +35,32 @@ def make_mesh(fsdp: int | None = None) -> Mesh:
     return jax.make_mesh((devices // fsdp, fsdp), (BATCH, FSDP), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def over_rows(mesh: Mesh) -> NamedSharding:
-    """A batch: its rows over all devices."""
-    return NamedSharding(mesh, PartitionSpec((BATCH, FSDP)))  # type: ignore[no-untyped-call]
+def over_rows(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
+    """A batch: its rows over all devices. `stacked`: of several batches, one behind the other along the first axis."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * stacked, (BATCH, FSDP)))  # type: ignore[no-untyped-call]
 
 
 def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
+
+def own_mesh() -> Mesh:
+    """The devices of this host alone."""
+    devices = np.array(jax.local_devices())[:, None]
+    return Mesh(devices, (BATCH, FSDP), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def on_own_devices(tree: T) -> T:
+    """What is the same on every device, as arrays of this host's alone, for programs the others do not run."""
+    where = everywhere(own_mesh())
+
+    def own(leaf: jax.Array) -> jax.Array:
+        held = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, where, held)
+
+    owned: T = jax.tree.map(own, tree)
+    return owned
 
 
 def leaf_sharding(leaf: Struct | jax.Array, mesh: Mesh | AbstractMesh) -> NamedSharding:
