@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pistar.report.charts import success_chart
+from pistar.report.charts import curve_chart
 from pistar.training.counting import wilson
 from pistar.training.metrics import read_metrics
 
@@ -71,11 +71,11 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     judged = [line for line in lines if "evaluation/sampled" in line]
     seconds = sum(line.get(f"time/{part}_seconds", 0) for line in lines for part in ("practice", "learning"))
     steps = sum(line.get("practice/environment_steps", 0) for line in lines)
-    counts = {
-        f"{when}_{name}": int(line[f"evaluation/{name}"])
-        for when, line in (("before", judged[0]), ("after", judged[-1]))
-        for name in ("zero_noise", "sampled")
-    }
+    counts: dict[str, Any] = {}
+    for when, line in (("before", judged[0]), ("after", judged[-1])):
+        for name in ("zero_noise", "sampled"):
+            won, of = int(line[f"evaluation/{name}"]), int(line[f"evaluation/{name}_of"])
+            counts[f"{when}_{name}"] = {"succeeded": won, "of": of, "wilson_95": [round(x, 3) for x in wilson(won, of)]}
     groups = [
         (line["practice/informative"], line["practice/start_states"])
         for line in lines
@@ -83,18 +83,20 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     shares = [some / all_ for some, all_ in groups]
     rest = {"environment_steps": round(steps), "minutes": round(seconds / 60, 1)}
-    return {"of": int(judged[0]["evaluation/sampled_of"]), **counts, **rest, "informative": round(min(shares), 2)}
+    return {**counts, "iterations": judged[-1]["step"], **rest, "informative": [round(min(shares), 2), max(shares)]}
 
 
-def draw(out: Path, found: dict[str, dict[str, Any]], curves: dict[str, dict[int, float]]) -> None:
-    """Bars of what was counted, and the curves."""
-    bars = {}
-    for name, one in found.items():
-        for when in ("before", "after"):
-            won, of = one[f"{when}_sampled"], one["of"]
-            bars[f"{name}, {when}"] = (won, of, *wilson(won, of))
-    picture = success_chart(bars, curves, title=f"{ENV}: cloned from five demonstrations, then practised (sampled)")
-    (out / "learning_online.svg").write_text(picture, encoding="utf-8")
+def draw(out: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Successes by iteration, without noise and sampled."""
+    panels = {
+        f"succeeded of 100 held-out start states, {told}": {
+            name: {line["step"]: line[f"evaluation/{kind}"] for line in lines if f"evaluation/{kind}" in line}
+            for name, lines in runs.items()
+        }
+        for kind, told in (("zero_noise", "without noise"), ("sampled", "sampled"))
+    }
+    title = f"{ENV}: a small π₀ cloned from five demonstrations practises"
+    (out / "learning_online.svg").write_text(curve_chart(panels, title=title, across="iterations"), encoding="utf-8")
 
 
 def main() -> None:
@@ -106,15 +108,13 @@ def main() -> None:
     parser.add_argument("--more", default="", help="further options of `pistar train`, as one string")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, Any]] = {}
-    curves: dict[str, dict[int, float]] = {}
-    for seed in args.seeds:
-        for variant in args.variants:
-            lines = practised(args.out, seed, variant, shlex.split(args.more))
-            name = f"{variant}, seed {seed}"
-            found[name] = summary(lines)
-            curves[name] = {line["step"]: line["evaluation/sampled"] for line in lines if "evaluation/sampled" in line}
-    draw(args.out, found, curves)
+    runs = {
+        f"{variant.replace('_', ' ')}, seed {seed}": practised(args.out, seed, variant, shlex.split(args.more))
+        for seed in args.seeds
+        for variant in args.variants
+    }
+    draw(args.out, runs)
+    found = {name: summary(lines) for name, lines in runs.items()}
     print(json.dumps({"benchmark": "learning_online", "environment": ENV, "runs": found}))
 
 
