@@ -502,6 +502,19 @@ def test_a_truncated_file_is_refused(torch_file: Callable[..., Path], tmp_path: 
     refused(path.parent, tmp_path / "out", "bytes and its table speaks of")
 
 
+@pytest.mark.parametrize("place", ["_METADATA", "manifest.ocdbt", "d"])
+def test_an_openpi_checkpoint_that_git_lfs_has_not_fetched_is_called_so(
+    openpi: dict[str, Path], tmp_path: Path, place: str
+) -> None:
+    """Its table of names, its index, or only its weights, which are the large files that LFS is for."""
+    source = shutil.copytree(openpi["pi0"], tmp_path / "7")
+    for path in (source / "params").rglob("*"):
+        if path.is_file() and place in (path.name, path.parent.name):
+            path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14478672384\n")
+    says = rf"{place}.* is only a pointer to the file, which Git LFS has not fetched; run `git lfs pull`"
+    refused(source, tmp_path / "out", says, "openpi-pytorch")
+
+
 def test_weights_in_several_files_are_refused(torch_file: Callable[..., Path], tmp_path: Path) -> None:
     folder = torch_file()
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
