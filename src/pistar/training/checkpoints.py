@@ -29,9 +29,7 @@ from pistar.data import lerobot_policy
 from pistar.data.norm_stats import Norm, NormStats, load_norm_stats
 from pistar.data.safetensors_file import check_fetched
 from pistar.errors import UserError
-from pistar.models.inspect import (
-    infer_config,
-)
+from pistar.models.inspect import infer_config
 from pistar.training.contract import CONTRACT_FILE, read_contract
 from pistar.training.leaves import Leaf, block_rows
 from pistar.training.pytorch_weights import WEIGHTS_FILE, Dialect, TorchWeights, open_torch_weights
