@@ -81,6 +81,7 @@ def main(folder: Path) -> None:
         "gigabytes": size / 1e9,
         "orbax_gigabytes": sum(sizes) / 1e9,
         "orbax_largest": max(sizes) / 1e9,
+        "orbax_piece": max(path.stat().st_size for path in orbax.rglob("*") if path.is_file()) / 1e9,
         "peaks": peaks,
     }
     sys.stdout.write(json.dumps(measured) + "\n")

@@ -1,7 +1,7 @@
 """The commands about checkpoints' dialects: `pistar export` and `pistar import`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -20,7 +20,7 @@ def export_checkpoint(
     /,
     format: Annotated[str, tyro.conf.arg(metavar="openpi|openpi-pytorch|lerobot")],
     out: Path,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Annotated[str | None, tyro.conf.arg(metavar="float32|bfloat16")] = None,
     merge_lora: bool = False,
     vlm_alpha: float | None = None,
     expert_alpha: float | None = None,
@@ -44,11 +44,11 @@ def export_checkpoint(
         vision_heads: Of a PyTorch checkpoint whose vision tower is not So400m.
         skip_outputs: Do not run the model on both weight sets.
     """
-    from pistar.training.conversion import Wanted, find_dialect
+    from pistar.training.conversion import Wanted, find_dialect, find_dtype
 
     wanted = Wanted(
         dialect=find_dialect(format),
-        dtype=dtype,
+        dtype=None if dtype is None else find_dtype(dtype),
         merge_lora=merge_lora,
         vlm_alpha=vlm_alpha,
         expert_alpha=expert_alpha,

@@ -237,8 +237,9 @@ def test_a_large_checkpoint_is_converted_in_little_memory(tmp_path: Path) -> Non
     # Ours are not even as large as the largest array, which has 1.2 GB …
     assert measured["peaks"]["import"] < 0.6
     assert measured["peaks"]["export"] < 0.6
-    # … and of what Orbax has in one piece there is that, and what it is unpacked from, which is no larger.
-    assert measured["peaks"]["export of Orbax's"] < (1.2 + 1.0) * measured["orbax_largest"], measured
+    # … and of what Orbax has in one piece there is that, and the file's own buffer: what it is unpacked from.
+    assert 0.8 * measured["orbax_largest"] < measured["orbax_piece"] < measured["orbax_largest"]
+    assert measured["peaks"]["export of Orbax's"] < 1.2 * measured["orbax_largest"] + measured["orbax_piece"], measured
 
 
 # --- Proof ------------------------------------------------------------------------------------------------------------
@@ -259,6 +260,18 @@ def test_rounded_weights_are_listed_and_move_outputs(openpi: dict[str, Path], tm
     assert done.proof.identical == ()
     assert len(done.proof.rounded) == 50
     assert 1e-4 < done.proof.outputs.difference < 0.1
+
+
+@pytest.mark.parametrize("bias", [np.nan, 3e38])
+def test_weights_that_put_out_no_numbers_are_not_called_the_same(
+    torch_file: Callable[..., Path], tmp_path: Path, bias: float
+) -> None:
+    """Of 3e38 the velocity is still a number, the second step of the sampler is none."""
+    source = torch_file(**{"action_out_proj.bias": np.full(32, bias, np.float32)})
+    with pytest.raises(UserError, match="put out NaN or Inf before they are converted; nothing was written"):
+        convert(source, tmp_path / "out", Wanted("openpi"))
+    assert not (tmp_path / "out").exists()
+    assert converted(source, tmp_path / "out", "openpi").exists()
 
 
 def test_the_model_is_not_run_where_it_does_not_fit(
@@ -500,6 +513,19 @@ def test_a_truncated_file_is_refused(torch_file: Callable[..., Path], tmp_path: 
     path = torch_file() / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     refused(path.parent, tmp_path / "out", "bytes and its table speaks of")
+
+
+@pytest.mark.parametrize("place", ["_METADATA", "manifest.ocdbt", "d"])
+def test_an_openpi_checkpoint_that_git_lfs_has_not_fetched_is_called_so(
+    openpi: dict[str, Path], tmp_path: Path, place: str
+) -> None:
+    """Its table of names, its index, or only its weights, which are the large files that LFS is for."""
+    source = shutil.copytree(openpi["pi0"], tmp_path / "7")
+    for path in (source / "params").rglob("*"):
+        if path.is_file() and place in (path.name, path.parent.name):
+            path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14478672384\n")
+    says = rf"{place}.* is only a pointer to the file, which Git LFS has not fetched; run `git lfs pull`"
+    refused(source, tmp_path / "out", says, "openpi-pytorch")
 
 
 def test_weights_in_several_files_are_refused(torch_file: Callable[..., Path], tmp_path: Path) -> None:

@@ -328,6 +328,20 @@ def test_statistics_wider_than_the_robot_are_cut_for_lerobot(torch_folder: Path,
     assert {len(entry.mean) for entry in back.source.stats["trossen"].values()} == {32}
 
 
+@pytest.mark.parametrize("dialect", ["openpi", "openpi-pytorch", "lerobot"])
+def test_quantiles_that_lerobots_settings_ask_for_and_its_statistics_lack_are_missed_before_anything_is_written(
+    pytorch_goldens: Path, tmp_path: Path, dialect: Dialect
+) -> None:
+    source = shutil.copytree(pytorch_goldens / "lerobot061_pi05_tiny", tmp_path / "policy")
+    for path in source.glob("policy_*processor_step_*.safetensors"):
+        arrays = safetensors.numpy.load_file(path)
+        kept = {name: array for name, array in arrays.items() if name.split(".")[-1] not in ("q01", "q99")}
+        safetensors.numpy.save_file(kept, path)
+    with pytest.raises(UserError, match=r"policy: norm stats state have no quantiles.* compute them anew"):
+        to(source, tmp_path / "out", dialect)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dimension_at_rest_is_divided_by_the_same_after_an_export(torch_folder: Path, tmp_path: Path) -> None:
     """LeRobot gets OpenPI's epsilon in its statistics, so there is nothing to tell …"""
     path = torch_folder / "assets/trossen/norm_stats.json"

@@ -1,6 +1,7 @@
 """Settings as people have them: flags and YAML of ac_training, YAML of PI0-RIPT."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import yaml
 
 from pistar import cli_runs
-from pistar.config import AcrlpdConfig, RiptConfig
+from pistar.config import AcrlpdConfig, Pi0Config, RiptConfig
+from pistar.data.robots import ROBOTS
 from pistar.errors import UserError
-from pistar.presets import PRESETS, get_config, list_configs
+from pistar.presets import MODELS, PRESETS, get_config, list_configs
 from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, load_config
 from pistar.training.migrating import as_ours, flags_as_ours
@@ -295,6 +297,48 @@ def names_of(config: object, prefix: str = "") -> set[str]:
         if dataclasses.is_dataclass(value):
             found |= names_of(value, f"{prefix}{field.name}.")
     return found
+
+
+@pytest.mark.parametrize(
+    ("line", "model"),
+    [
+        ("bc_aloha_fold --model.action-horizon 50", MODELS["pi0"]),
+        ("rl_fold_box --model.action-horizon 50 --model.pi05 --model.max-token-len 200", MODELS["pi05"]),
+        (
+            "bc_libero --model.no-pi05 --model.max-token-len 48 --model.action-horizon 50 --robot libero_delta",
+            MODELS["pi0"],
+        ),
+        (
+            "rl_droid --model.action-horizon 16 --robot droid_position",
+            dataclasses.replace(MODELS["pi05"], action_horizon=16),
+        ),
+        (
+            "bc_droid --model.no-pi05 --model.max-token-len 48",
+            dataclasses.replace(MODELS["pi0"], action_horizon=10),
+        ),
+    ],
+)
+def test_openpis_configs_are_these_presets_with_these_options(line: str, model: Pi0Config) -> None:
+    """As docs/migrating.md has it, of pi0_aloha, pi05_aloha, pi0_libero, pi05_full_droid_finetune, pi0_droid."""
+    _, config = cli_runs._read_run(cli_runs._run_parser("train", ""), line.split())
+    assert config.model == model
+    assert config.norm_kind == ("quantile" if model.pi05 else "zscore")
+    assert (config.prompt_format or config.model.model_type) == config.model.model_type
+
+
+def test_what_openpis_and_lerobots_tables_send_to_exists() -> None:
+    text = (Path(__file__).parents[2] / "docs/migrating.md").read_text(encoding="utf-8")
+    rows = text[: text.index("## … `ac_training`")].splitlines()
+    here = " ".join(row.split("|")[2] for row in rows if row.startswith("| "))
+    words = re.findall(r"`([^`]*)`", here)
+    options = {option for span in words for option in re.findall(r"--([\w.-]+)", span)}
+    dotted = {option.replace("-", "_").replace("model.no_", "model.") for option in options}
+    assert len(dotted) > 20
+    assert dotted - {"lora", "format"} <= names_of(PRESETS["rl_fold_box"])
+    presets = {word for word in words if re.fullmatch(r"(bc|rl|debug)_\w+", word)}
+    assert len(presets) > 6
+    assert presets <= set(PRESETS)
+    assert {robot for span in words for robot in re.findall(r"--robot (\w+)", span)} <= set(ROBOTS)
 
 
 def test_every_name_on_our_side_exists() -> None:

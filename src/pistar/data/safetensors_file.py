@@ -24,7 +24,6 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _ANOTHER_COPY = "it is truncated or damaged, copy or download it again."
 _METADATA = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
-"""How a file begins that was cloned without its content."""
 _LONGEST_HEADER = 100_000_000  # as the package itself allows
 
 
@@ -69,17 +68,21 @@ class SafetensorsFile:
         return array
 
 
-def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    size = path.stat().st_size
+def check_fetched(path: Path) -> None:
+    """Refuse a file that was cloned without its content: Git LFS leaves a few lines in its place."""
     with path.open("rb") as file:
-        first = file.read(len(_LFS_POINTER))
-        if first == _LFS_POINTER:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise UserError(
                 f"{path} is only a pointer to the file, which Git LFS has not fetched; run `git lfs pull` in its "
                 "repository, or download the file itself."
             )
-        file.seek(8)
-        length = int.from_bytes(first[:8], "little")
+
+
+def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    check_fetched(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             raise UserError(f"{path} is no safetensors file, or only the beginning of one; {_ANOTHER_COPY}")
         raw = file.read(length)

@@ -27,10 +27,9 @@ from jax.typing import DTypeLike
 from pistar.config import Pi0Config
 from pistar.data import lerobot_policy
 from pistar.data.norm_stats import Norm, NormStats, load_norm_stats
+from pistar.data.safetensors_file import check_fetched
 from pistar.errors import UserError
-from pistar.models.inspect import (
-    infer_config,
-)
+from pistar.models.inspect import infer_config
 from pistar.training.contract import CONTRACT_FILE, read_contract
 from pistar.training.leaves import Leaf, block_rows
 from pistar.training.pytorch_weights import WEIGHTS_FILE, Dialect, TorchWeights, open_torch_weights
@@ -372,6 +371,7 @@ def _tree_metadata(folder: Path) -> dict[str, Any]:
     except PermissionError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        _check_all_fetched(folder)
         reason = "is missing" if not path.exists() else f"cannot be read ({error!r})"
         raise UserError(f"{path} {reason}, and it lists the parameters; {_ANOTHER_COPY}") from error
     return dict(metadata)
@@ -390,7 +390,15 @@ def _leaf_paths(metadata: dict[str, Any], root: str = "params") -> dict[str, tup
     return {"/".join(path[1:end]): path for path in paths}
 
 
+def _check_all_fetched(folder: Path) -> None:
+    """Asked when something cannot be read: then a file that Git LFS has not fetched is the likeliest reason."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            check_fetched(path)
+
+
 def _unreadable(folder: Path, name: str, error: ValueError) -> UserError:
+    _check_all_fetched(folder)
     # Tensorstore begins with the array, which we name ourselves, and ends with its spec, a screen of JSON.
     reason = re.sub(r'^.* in OCDBT database at local file "[^"]*": ', "", re.split(r" \[\w+=", str(error))[0])
     return UserError(f"{folder}: parameter {name} cannot be read ({reason}); {_ANOTHER_COPY}")

@@ -72,6 +72,14 @@ def find_dialect(name: str) -> Dialect:
     return known[known.index(name)]
 
 
+def find_dtype(name: str) -> DType:
+    """The dtype of that name, if it is one that π₀ is stored in."""
+    known: tuple[DType, ...] = get_args(DType)
+    if name not in known:
+        raise UserError(f"--dtype is {name}, in which no π₀ is stored; give {' or '.join(known)}, or leave it out.")
+    return known[known.index(name)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """An opened checkpoint, and all that is known of it."""
@@ -165,14 +173,17 @@ def _look(checkpoint: Checkpoint, wanted: Wanted) -> Source:
     norm = contract.norm_kind if contract else checkpoint.norm
     if contract and (problems := contract.problems(config, stats.get(contract.asset_id))):
         raise UserError(f"{where}: {problems[0]}.")
-    if wanted.dialect == "lerobot":
-        if asset_id is None:
-            remedy = "name it: --asset-id" if stats else "put the run's assets folder beside the weights"
-            raise UserError(
-                f"{where} has norm stats for {', '.join(stats) or 'no robot'}, and a LeRobot policy has those of one "
-                f"robot; {remedy}."
-            )
-        check_norm_stats(stats[asset_id], norm)
+    if wanted.dialect == "lerobot" and asset_id is None:
+        remedy = "name it: --asset-id" if stats else "put the run's assets folder beside the weights"
+        raise UserError(
+            f"{where} has norm stats for {', '.join(stats) or 'no robot'}, and a LeRobot policy has those of one "
+            f"robot; {remedy}."
+        )
+    if asset_id is not None and (wanted.dialect == "lerobot" or checkpoint.lerobot is not None):
+        try:  # what LeRobot does with them its settings say, so here they must be fit for it
+            check_norm_stats(stats[asset_id], norm)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
     horizon_known = wanted.action_horizon is not None or contract is not None or checkpoint.horizon_known
     left_out = () if checkpoint.torch is None else checkpoint.torch.left_out()
     config = _complete(checkpoint, config, contract, wanted)

@@ -186,7 +186,8 @@ def _settings_notes(done: Conversion) -> list[Note]:
                 "to say from now on",
                 f"LeRobot's config.json says action horizon {policy.action_horizon}, prompts of {policy.max_token_len} "
                 f"tokens, normalisation by {by}, cameras {', '.join(policy.cameras) or 'none'} in this order; OpenPI's "
-                f"checkpoints hold none of it: give it to `pistar train`. {CARRIED_FILE} keeps it for the way back.",
+                f"checkpoints hold none of it but, in PyTorch, the horizon: give it to `pistar train`. "
+                f"{CARRIED_FILE} keeps it for the way back.",
             )
         )
     if policy.relative_actions:

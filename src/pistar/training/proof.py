@@ -166,9 +166,15 @@ def compare_outputs(
     free = _free_memory()
     if needed > free:
         return Outputs(0.0, 0.0, f"it takes {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} are free")
-    ours, theirs = _outputs(before_config, before), _outputs(after_config, after)
-    difference = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
-    return Outputs(difference, max(float(np.abs(a).max()) for a in ours))
+    ours = _outputs(before_config, before)
+    largest = float(np.max([np.abs(a).max() for a in ours]))  # Python's own max would pass over a NaN
+    if not math.isfinite(largest):
+        raise UserError(
+            "the weights put out NaN or Inf before they are converted; nothing was written: `pistar verify` names "
+            "those that are NaN, --skip-outputs takes them as they are."
+        )
+    theirs = _outputs(after_config, after)
+    return Outputs(float(np.max([np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True)])), largest)
 
 
 def _bytes_in_memory(leaves: Sequence[Leaf]) -> int:
