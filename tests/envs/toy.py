@@ -78,6 +78,10 @@ class Toy(StartEnv):
 
 
 def make(options: EnvOptions) -> Toy:
+    folder = os.environ.get("TOY_TROUBLE")
+    for path in sorted(Path(folder).glob("make.kill*"))[:1] if folder else ():
+        path.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
     return Toy(options)
 
 
