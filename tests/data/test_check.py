@@ -613,12 +613,12 @@ def states_with_goals(broken: int) -> Rows:
     values = rng.uniform(0, 1e-3, (10 * 60, 3))
     values[:, 2] = np.repeat(rng.uniform(-0.1, 0.1, 10), 60)
     values[600 - 60 * broken :, 2] += 50
-    return rows(*np.split(values, 10), **{"observation.state": values})
+    return rows(*np.split(values, 10), state=values)
 
 
 @pytest.mark.parametrize("broken", [0, 1, 4])
 def test_a_goal_that_stands_still_in_each_episode_may_be_elsewhere_in_the_next_but_not_anywhere(broken: int) -> None:
-    found = list(check_numbers(states_with_goals(broken), {"observation.state": Feature("float32", (3,))}))
+    found = list(check_numbers(states_with_goals(broken), {"state": Feature("float32", (3,))}))
     assert [(f.episode, f.kind, f.severity) for f in found] == [(i, "range", "warning") for i in range(10 - broken, 10)]
 
 
