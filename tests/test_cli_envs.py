@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import av
@@ -15,6 +16,8 @@ from pistar.data.episodes import read_episode
 from pistar.data.lerobot import open_dataset
 from pistar.data.robots import ROBOTS
 from pistar.envs.env import FAMILIES
+from pistar.presets import get_config
+from pistar.training.config import save_config
 from pistar.training.results import load_evaluation
 
 import goldens
@@ -268,6 +271,37 @@ def test_eval_can_ask_for_good_actions(
     assert [(each.advantage, each.guidance) for each in found] == [(None, 1), ("positive", 1), ("positive", 3)]
     actions = [open_dataset(tmp_path / name).columns(["action"])["action"].tobytes() for name in ways]
     assert len(set(actions)) == 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "says"),
+    [
+        ("ript_full_test", [], "practised by cfg; --advantage positive asks it for good actions."),
+        ("ript_full_test", ["--advantage", "positive"], None),
+        ("bc_metaworld", [], None),
+        ("bc_metaworld", ["--advantage", "negative"], "was never told of advantages; to it, the label is a few more"),
+        (None, [], None),
+        (None, ["--advantage", "positive"], None),
+    ],
+)
+def test_eval_notes_a_label_the_run_has_not_taught_and_one_it_has(
+    checkpoints: list[Path],
+    preset: str | None,
+    options: list[str],
+    says: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the settings of the run; nothing is said of a checkpoint that has none."""
+    step = tmp_path / "run" / "checkpoints" / "1"
+    shutil.copytree(checkpoints[0], step)
+    if preset is not None:
+        save_config(tmp_path / "run" / "config.yaml", get_config(preset))
+    out = ["--out", str(tmp_path / "out.json")]
+    cli.main(["eval", str(step), *REACH, "--episodes", "1", "--limit", "1", *SMALL, *out, *options])
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == (says is not None)
+    assert says is None or f"note: run/1 {says}" in notes[0]
 
 
 @pytest.mark.parametrize(

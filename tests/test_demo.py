@@ -27,6 +27,7 @@ def test_the_demo_runs_through_and_goes_on_where_it_was(tmp_path: Path, capsys: 
     told = capsys.readouterr().out
     assert "BC on successes" in told
     assert "McNemar" in told
+    assert "In so few updates nothing is learnt" in told
     assert len(open_dataset(out / "dataset").episodes) == 6
     judged = [load_evaluation(out / f"{name}.json") for name in ("bc", "successes", "acrlpd")]
     assert [len(each.results[0].trials) for each in judged] == [4, 4, 4]

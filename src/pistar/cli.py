@@ -88,7 +88,10 @@ def demo(
         raise UserError(f"--seed is {seed}; give a whole number from 0 up.")
     budget = (demonstration.QUICK if quick else demonstration.BUDGETS)[algo]
     folder = out or Path(f"{'quick_' if quick else ''}{'ript_' if algo == 'ript' else ''}demo")
-    demonstration.run(folder, seed, budget, Console(highlight=False))
+    console = Console(highlight=False)
+    demonstration.run(folder, seed, budget, console)
+    if quick:
+        console.print("Everything runs. In so few updates nothing is learnt: for that, leave --quick out.")
 
 
 def presets() -> None:

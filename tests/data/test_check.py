@@ -607,6 +607,21 @@ def test_a_joint_that_seldom_moves_is_no_outlier() -> None:
     assert found == []
 
 
+def states_with_goals(broken: int) -> Rows:
+    """Ten episodes: two numbers that tremble, and a goal that is elsewhere in each; far off in the last so many."""
+    rng = np.random.default_rng(0)
+    values = rng.uniform(0, 1e-3, (10 * 60, 3))
+    values[:, 2] = np.repeat(rng.uniform(-0.1, 0.1, 10), 60)
+    values[600 - 60 * broken :, 2] += 50
+    return rows(*np.split(values, 10), state=values)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 4])
+def test_a_goal_that_stands_still_in_each_episode_may_be_elsewhere_in_the_next_but_not_anywhere(broken: int) -> None:
+    found = list(check_numbers(states_with_goals(broken), {"state": Feature("float32", (3,))}))
+    assert [(f.episode, f.kind, f.severity) for f in found] == [(i, "range", "warning") for i in range(10 - broken, 10)]
+
+
 def test_a_number_that_is_no_command_in_any_unit_breaks_the_episode() -> None:
     values = np.random.default_rng(0).uniform(-1e4, 1e4, (600, 2))
     values[70, 1] = 1.5e5  # only 7 ranges away
@@ -678,8 +693,8 @@ def test_still_runs_are_what_counting_by_hand_gives(same: list[bool], fps: float
 
 def test_motion_is_measured_in_usual_ranges() -> None:
     values = np.array([[0.0, 1.0], [0.2, 1.0]])
-    assert motion(values, Usual(np.zeros(2), np.array([2.0, 0.0]))) == pytest.approx(0.1)
-    assert motion(values, Usual(np.zeros(2), np.zeros(2))) == 0
+    assert motion(values, Usual(np.zeros(2), np.array([2.0, 0.0]), np.zeros(2))) == pytest.approx(0.1)
+    assert motion(values, Usual(np.zeros(2), np.zeros(2), np.zeros(2))) == 0
 
 
 # Tasks

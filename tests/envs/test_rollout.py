@@ -225,16 +225,34 @@ def test_a_start_that_kills_its_worker_every_time_takes_no_other_episode_with_it
     assert "lost" in {fault.kind for rollout in found for fault in rollout.faults}
 
 
-def test_a_worker_killed_from_outside_changes_nothing(expected: list[Rollout]) -> None:
+@pytest.mark.parametrize("while_it_is_built", [0, 2])
+def test_a_worker_killed_from_outside_changes_nothing(
+    expected: list[Rollout], while_it_is_built: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do those that take its place and are killed before they are ready."""
+    monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
     with Environments(TOY, EnvOptions(limit=60), count=4, workers=2) as envs:
         found: list[Rollout] = []
         for rollout in roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3):
             if not found:
+                for number in range(while_it_is_built):
+                    (tmp_path / f"make.kill{number}").touch()
                 os.kill(envs._workers[0].pid, signal.SIGKILL)
             found.append(rollout)
+    assert not list(tmp_path.iterdir())
     for one, other in zip(found, expected, strict=True):
         same(one.episode, other.episode)
     assert any(rollout.faults for rollout in found)
+
+
+def test_a_worker_that_cannot_be_replaced_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
+    with Environments(TOY, count=1, workers=1) as envs:
+        for number in range(3):
+            (tmp_path / f"make.kill{number}").touch()
+        os.kill(envs._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(UserError, match="ended with code -9 before it began"):
+            list(roll_out(envs, [0], head_home, execute=3))
 
 
 def test_a_script_acts_inside_the_worker_with_noise_of_its_start() -> None:

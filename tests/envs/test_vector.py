@@ -105,6 +105,7 @@ def test_a_killed_worker_is_replaced_and_its_other_episodes_are_known_to_be_lost
     [
         ("raise", Fault("raised", "ArithmeticError: the solver gave up (toy.py:")),
         ("nan", Fault("not finite", "observation state has NaN or Inf")),
+        ("spoil", Fault("not finite", "observation state has NaN or Inf")),
     ],
 )
 def test_an_environment_that_fails_says_so_and_can_begin_again(

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from pistar.report.charts import curve_chart, small_multiples, stacked_bars
+from pistar.report.charts import curve_chart, small_multiples, stacked_bars, success_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -34,8 +34,38 @@ def test_a_constant_line_lies_in_the_middle_of_its_panel() -> None:
     np.testing.assert_allclose(polylines(svg)[0][:, 1], middle, atol=0.1)
 
 
-def test_a_single_point_does_not_divide_by_zero() -> None:
-    assert len(polylines(small_multiples({"one": np.ones((1, 1))}, title="t"))) == 1
+def test_a_single_point_is_a_dot_between_its_numbers() -> None:
+    svg = ET.fromstring(small_multiples({"one": np.full((1, 1), 0.3)}, title="t"))
+    (dot,) = svg.iter(f"{SVG}circle")
+    frame = next(r for r in svg.iter(f"{SVG}rect") if r.attrib.get("stroke"))
+    assert float(dot.attrib["cy"]) == float(frame.attrib["y"]) + float(frame.attrib["height"]) / 2
+    assert {"0.15", "0.45"} <= {text.text for text in svg.iter(f"{SVG}text")}, "half of it below and above"
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    (line,) = polylines(small_multiples({"a": np.array([[0.0, np.nan, 1.0, np.inf]])}, title="t"))
+    assert len(line) == 2
+    assert np.isfinite(line).all()
+
+
+def test_successes_are_bars_with_their_intervals() -> None:
+    bars = {"BC": (1, 4, 0.05, 0.7), "ACRLPD": (3, 4, 0.3, 0.95)}
+    svg = ET.fromstring(success_chart(bars, {}, title="t"))
+    empty, first, _, second = [rect for rect in svg.iter(f"{SVG}rect") if rect.attrib["height"] == "22"]
+    left, whole = float(empty.attrib["x"]), float(empty.attrib["width"])
+    np.testing.assert_allclose([float(bar.attrib["width"]) / whole for bar in (first, second)], [0.25, 0.75], atol=1e-3)
+    spans = [[float(line.attrib[end]) for end in ("x1", "x2")] for line in svg.iter(f"{SVG}line")]
+    np.testing.assert_allclose((np.array(spans[::3]) - left) / whole, [[0.05, 0.7], [0.3, 0.95]], atol=1e-3)
+    assert {"BC", "1 of 4", "ACRLPD", "3 of 4"} <= {text.text for text in svg.iter(f"{SVG}text")}
+
+
+def test_curves_lie_at_their_steps() -> None:
+    """Which need not be evenly apart: the last comes when it comes."""
+    svg = success_chart({}, {"loss": {100: 2.0, 200: 1.0, 500: 0.5}, "nothing yet": {}}, title="t")
+    line, nothing = polylines(svg)
+    assert not nothing.size
+    np.testing.assert_allclose((line[:, 0] - line[0, 0]) / np.ptp(line[:, 0]), [0, 0.25, 1])
+    assert {"100", "step 500"} <= {text.text for text in ET.fromstring(svg).iter(f"{SVG}text")}
 
 
 def test_names_with_markup_are_escaped() -> None:

@@ -107,6 +107,14 @@ def test_so_many_actions_of_a_chunk_are_executed(asked: int | None, executed: in
     assert steps == set(range(0, 15, executed))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_long_chunks_are_executed_whole(workers: int) -> None:
+    stay = Player(lambda _: lambda requests: np.zeros((len(requests), 100, 2)), ROBOT, 100)
+    found = judged(setting(execute=None, episodes=2, workers=workers, options=EnvOptions(limit=120)), stay)
+    assert found.execute == 100
+    assert [trial.steps for trial in found.results[0].trials] == [120, 120]
+
+
 @pytest.mark.parametrize(("kind", "counted"), [("always", False), ("deadly", None), ("never", None)])
 def test_what_the_policy_makes_its_simulator_do_counts_and_what_it_has_no_part_in_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool | None

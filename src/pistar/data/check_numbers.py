@@ -61,7 +61,9 @@ class Usual:
 
     middle: Float[np.ndarray, " d"]
     width: Float[np.ndarray, " d"]
-    """0 where it never moves in most episodes."""
+    """Within an episode; 0 where it never moves in most of them."""
+    apart: Float[np.ndarray, " d"]
+    """Between episodes: a goal stands still in each of them, and is elsewhere in the next."""
 
 
 def is_action(name: str) -> bool:
@@ -93,7 +95,8 @@ def usual(rows: Rows, name: str) -> Usual:
     """The middle of the episodes' own 1 % and 99 % quantiles: pooled rows would follow one long broken episode."""
     quantiles = np.stack([_quantiles(values) for _, values in rows.each(name)])  # [e, 2, d]
     low, high = np.median(quantiles, axis=0)
-    return Usual((low + high) / 2, high - low)
+    middle = (low + high) / 2
+    return Usual(middle, high - low, 2 * np.median(np.abs(quantiles.mean(axis=1) - middle), axis=0))
 
 
 def motion(values: np.ndarray, usually: Usual) -> float:
@@ -201,7 +204,7 @@ def _nan(rows: Rows, name: str, values: np.ndarray) -> Iterator[Finding]:
 def _range(rows: Rows, name: str, features: Mapping[str, Feature]) -> Iterator[Finding]:
     usually = usual(rows, name)
     # A joint that rests in most episodes has no range of its own; it may reach as far as the others do.
-    width = np.maximum(usually.width, np.median(usually.width))
+    width = np.maximum.reduce([usually.width, usually.apart, np.full_like(usually.width, np.median(usually.width))])
     action = is_action(name)
     for episode, values in rows.each(name):
         finite = np.where(np.isfinite(values), values, usually.middle)

@@ -19,6 +19,8 @@ from pistar.errors import UserError
 
 ENGINES: dict[str, Callable[[int | None], Engine]] = {"processes": Processes, "ray": RayActors}
 """By name, for so many workers."""
+BUILDS = 3
+"""Of a worker that takes another's place."""
 
 
 class Environments:
@@ -185,9 +187,16 @@ class Environments:
         self._lost |= faults
         for slot, told in gone.unheard:
             self._note(slot, told, faults[slot])
-        self._workers[number] = self._start(number, len(self._workers))
-        self._workers[number].ready()
-        self._workers[number].prepare(self.scene.cameras)
+        for left in reversed(range(BUILDS)):
+            self._workers[number] = self._start(number, len(self._workers))
+            try:
+                self._workers[number].ready()
+                self._workers[number].prepare(self.scene.cameras)
+                break
+            except (UserError, OSError):  # what ended the other may end this one, too, before it is ready
+                if not left:
+                    raise
+                self._workers[number].end()
         for worker in self._workers:
             worker.last_heard = time.monotonic()  # nobody was listened to meanwhile
 

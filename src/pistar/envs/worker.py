@@ -133,6 +133,7 @@ class Simulators:
             )
         broken = [name for name, values in went.seen.items() if not np.isfinite(values).all()]
         if broken:
+            self._pool.drop(slot)  # what is NaN inside may outlive a new beginning
             return Fault("not finite", f"observation {broken[0]} has NaN or Inf")
         if went.ending != "goes on" or went.truncated:
             self._pool.leave(slot)

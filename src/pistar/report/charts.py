@@ -1,7 +1,7 @@
 """Pictures as SVG text: no plotting library, and a page can carry them inside itself."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -104,7 +104,7 @@ def success_chart(
             np.array([list(points.values())], np.float64),
             x=_GAP + (i % columns) * (_WIDTH + _LEFT + _GAP) + _LEFT,
             y=top + (i // columns) * (_HEIGHT + _TOP + 2 * _GAP),
-            steps=(min(points, default=0), max(points, default=0)),
+            steps=list(points),
         )
         for i, (name, points) in enumerate(curves.items())
     ]
@@ -163,27 +163,32 @@ def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float
     """What a chart of the lines should span, NaN and Inf left out."""
     finite = lines[np.isfinite(lines)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    margin = 0.05 * (high - low) or 0.5  # a constant line lies in the middle
+    margin = 0.05 * (high - low) or 0.5 * abs(high) or 0.5  # a constant line lies in the middle
     return low - margin, high + margin
 
 
 def _panel(
-    name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int, steps: tuple[int, int] | None = None
+    name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int, steps: Sequence[int] | None = None
 ) -> str:
+    """`steps`: of the points, in rising order; 0, 1, 2 and so on if left out."""
     low, high = padded_range(lines)
-    points = lines.shape[1]
-    first, last = steps or (0, points - 1)
+    steps = range(lines.shape[1]) if steps is None else steps
+    first, last = (steps[0], steps[-1]) if len(steps) else (0, 0)
 
-    def place(step: int, value: float) -> str:
-        across = step / max(points - 1, 1) * _WIDTH
+    def place(step: int, value: float) -> tuple[float, float]:
+        across = (step - first) / max(last - first, 1) * _WIDTH
         down = (high - value) / (high - low) * _HEIGHT
-        return f"{x + across:.1f},{y + down:.1f}"
+        return x + across, y + down
 
-    drawn = "".join(
-        f'<polyline fill="none" stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.5" '
-        f'points="{" ".join(place(step, float(value)) for step, value in enumerate(line))}"/>'
-        for i, line in enumerate(lines)
-    )
+    drawn = ""
+    for i, line in enumerate(lines):
+        points = [place(step, float(value)) for step, value in zip(steps, line, strict=True) if np.isfinite(value)]
+        colour = COLOURS[i % len(COLOURS)]
+        told = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
+        drawn += f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{told}"/>'
+        if len(points) == 1:  # a line of one point shows nothing
+            ((across, down),) = points
+            drawn += f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}"/>'
     return (
         f'<text x="{x}" y="{y - 6}">{escape(name)}</text>'
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#ccc"/>'

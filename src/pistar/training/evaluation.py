@@ -108,8 +108,10 @@ def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> It
     options, scene, starts = look_ahead(name, setting, player)
     act = player.act if isinstance(player.act, Script) else player.act(setting.environments)
     count = min(setting.environments, len(starts))  # a simulator nobody begins in is memory and time
-    with Environments(name, options, count=count, workers=setting.workers, patience=setting.hang_after) as envs:
-        execute = executed(setting, scene, player)
+    execute = executed(setting, scene, player)
+    with Environments(
+        name, options, count=count, workers=setting.workers, chunk=max(64, execute), patience=setting.hang_after
+    ) as envs:
         for rollout in roll_out(
             envs, starts, act, execute=execute, record=record, films=setting.films, seed=setting.seed
         ):

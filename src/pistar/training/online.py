@@ -243,6 +243,7 @@ def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
         options,
         count=online.environments,
         workers=online.workers,
+        chunk=max(64, run.config.model.action_horizon),
         patience=online.hang_after,
         engine=online.engine,
     )
