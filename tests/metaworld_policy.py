@@ -55,8 +55,8 @@ def fresh_checkpoint(
     return write_checkpoint(folder, 1, init_params(MODEL, jax.random.key(seed)), {robot: stats}, contract)
 
 
-def trained_checkpoint(folder: Path, preset: str) -> Path:
-    """After two large updates of a run in `folder / preset`, on episodes of noise of which every other succeeds."""
+def noise_dataset(folder: Path) -> Path:
+    """Six episodes of noise, of which every other succeeds."""
     rng = np.random.default_rng(0)
     episodes = [
         Episode(
@@ -70,8 +70,13 @@ def trained_checkpoint(folder: Path, preset: str) -> Path:
         )
         for index in range(6)
     ]
-    data = folder / f"{preset}_data"
-    write_dataset(data, episodes, fps=80, robot_type="metaworld")
+    write_dataset(folder, episodes, fps=80, robot_type="metaworld")
+    return folder
+
+
+def trained_checkpoint(folder: Path, preset: str) -> Path:
+    """After two large updates of a run in `folder / preset`, on episodes of noise."""
+    data = noise_dataset(folder / f"{preset}_data")
     config = get_config(preset)
     algorithm = config.algorithm
     if isinstance(algorithm, AcrlpdConfig):

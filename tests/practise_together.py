@@ -17,7 +17,7 @@ from pistar.config import RiptConfig
 from pistar.presets import get_config
 from pistar.training import hosts as meeting
 from pistar.training import sharding
-from pistar.training.config import RLTrainConfig, save_config
+from pistar.training.config import DataConfig, RLTrainConfig, save_config
 from pistar.training.exploring import Behaviour
 from pistar.training.learner import Kept, Learner
 from pistar.training.online_config import HealthConfig, StartsConfig
@@ -26,7 +26,8 @@ from pistar.training.practice import Group
 
 
 def together(checkpoint: Path, runs: Path, **online: Any) -> RLTrainConfig:
-    """Two iterations of six start states, two updates each, for as many hosts as there are."""
+    """Two iterations of six start states, two updates each, for as many hosts as there are; with an anchor, and
+    demonstrations that lie beside the checkpoint."""
     config = get_config("ript_metaworld")
     practice = dataclasses.replace(
         config.online,
@@ -38,8 +39,10 @@ def together(checkpoint: Path, runs: Path, **online: Any) -> RLTrainConfig:
         rollouts=4,
         attempts=2,
         starts=StartsConfig("uniform", pool=30),
+        demonstrations=0.25,
         updates=2,
         restart=False,
+        evaluate_every=2,
         evaluate_episodes=4,
         health=HealthConfig(max_drift=None, max_fault_rate=None),
     )
@@ -47,7 +50,8 @@ def together(checkpoint: Path, runs: Path, **online: Any) -> RLTrainConfig:
         config,
         checkpoint=str(checkpoint),
         online=dataclasses.replace(practice, **online),
-        algorithm=RiptConfig(anchor=0.0, ema_decay=None, augmentation=False),
+        data=DataConfig(datasets=(str(checkpoint.parent / "demos"),), held_out=0.0),
+        algorithm=RiptConfig(anchor=0.5, ema_decay=None, augmentation=False),
         # So large an eps makes steps of Adam's that are smooth in the gradient, however small that is.
         policy_optimizer=AdamWConfig(ConstantSchedule(0, 1e-2), eps=1e-2),
         steps=2,
@@ -60,7 +64,8 @@ def together(checkpoint: Path, runs: Path, **online: Any) -> RLTrainConfig:
 
 
 def write_down(folder: Path, host: str) -> None:
-    """What the learner is given and gives, beside what it does with it."""
+    """What the learner is given and gives, beside what it does with it. Start states that fail are mended as soon as it
+    learns."""
     groups, policies, batches = (folder / f"{host}.{what}" for what in ("groups", "policies", "batches"))
     keep, behaviour, batch = Learner._keep, Learner.behaviour, Learner._batch
 
@@ -80,6 +85,8 @@ def write_down(folder: Path, host: str) -> None:
 
     def learnt_from(self: Learner, *given: Any) -> RiptBatch:
         made = batch(self, *given)
+        for broken in folder.glob("*.always"):
+            broken.unlink(missing_ok=True)
         with batches.open("ab") as file:
             pickle.dump(made, file)
         return made
@@ -88,11 +95,11 @@ def write_down(folder: Path, host: str) -> None:
 
 
 def main(port: str, hosts: str, host: str, folder: str, checkpoint: str, changes: str, *flags: str) -> None:
-    """Practise to the end, by the command. "steps" and "save_every" are the run's, other changes `online`'s."""
+    """Practise to the end, by the command. Some changes are the run's, others `online`'s."""
     sharding.SMALL = 1024  # or nothing of so small a model would be split
     meeting.HEARTBEAT_SECONDS = int(os.environ.get("HEARTBEAT_SECONDS", meeting.HEARTBEAT_SECONDS))
     changed, settings = json.loads(changes), Path(folder, f"{host}.yaml")
-    of_run = {name: changed.pop(name) for name in ("steps", "save_every") if name in changed}
+    of_run = {name: changed.pop(name) for name in ("steps", "save_every", "keep_last") if name in changed}
     settings.parent.mkdir(exist_ok=True)
     write_down(Path(folder), host)
     save_config(settings, dataclasses.replace(together(Path(checkpoint), Path(folder, "runs"), **changed), **of_run))

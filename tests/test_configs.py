@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pistar import cli
 from pistar.config import RiptConfig
@@ -22,6 +23,13 @@ def test_a_file_is_a_run_of_its_preset(path: Path) -> None:
     assert isinstance(config.algorithm, RiptConfig)
     assert config.online.environment == preset.online.environment
     assert config.model == preset.model
+
+
+def test_the_file_of_metaworld_is_its_preset_in_the_familiar_grouping() -> None:
+    (path,) = (path for path in FILES if path.stem == "ript_metaworld")
+    assert load_config(path, get_config(path.stem)) == get_config(path.stem)
+    familiar = "model environment training optimizer loss sampling logging debug distributed"
+    assert list(yaml.safe_load(path.read_text())) == familiar.split()
 
 
 def test_what_a_file_says_is_what_is_run() -> None:

@@ -51,6 +51,12 @@ def test_choices_are_different_ones_of_the_pool(choice: Choice, count: int) -> N
     assert len(chosen) >= min(count, 17)
 
 
+@pytest.mark.parametrize("choice", ["uniform", "skip_solved", "curriculum", "unsolved_first"])
+def test_when_all_have_been_tried_there_is_none_left_to_choose(choice: Choice) -> None:
+    starts = Starts(StartsConfig(choice), {TASK: range(3)})
+    assert starts.choose(2, rng(), 0.5, without=[(TASK, start) for start in range(3)]) == []
+
+
 def test_a_solved_start_is_passed_over_so_often_and_then_tried_again() -> None:
     starts = Starts(StartsConfig("skip_solved", pool=2, skips=3), {TASK: range(2)})
     starts.learn((TASK, 0), 4, 4)

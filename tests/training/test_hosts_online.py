@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from metaworld_policy import fresh_checkpoint
+from metaworld_policy import fresh_checkpoint, noise_dataset
 from pistar.agents.ript import Ript, RiptBatch
 from pistar.cli_runs import STOPPED
 from pistar.errors import UserError
@@ -44,7 +44,9 @@ def _nobody_is_given_up(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fresh_checkpoint(tmp_path_factory.mktemp("fresh"))
+    made = fresh_checkpoint(tmp_path_factory.mktemp("fresh"))
+    noise_dataset(made.parent / "demos")
+    return made
 
 
 def start(folder: Path, checkpoint: Path, *flags: str, **changes: object) -> Any:
@@ -54,9 +56,13 @@ def start(folder: Path, checkpoint: Path, *flags: str, **changes: object) -> Any
 
 @pytest.fixture(scope="module")
 def done(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two iterations of two hosts."""
+    """Two iterations of two hosts. In the first nothing works but what the first host begins with."""
     folder = tmp_path_factory.mktemp("together")
-    finish(start(folder, checkpoint))
+    for number in set(range(30)) - set(chosen_first(checkpoint, folder)[:3]):
+        (folder / f"{number}.always").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WALK_TROUBLE", str(folder))
+        finish(start(folder, checkpoint))
     return folder
 
 
@@ -92,18 +98,21 @@ def chosen_first(checkpoint: Path, folder: Path) -> list[int]:
 
 
 def test_each_host_practises_its_own_part_of_what_one_would(done: Path, checkpoint: Path) -> None:
-    first, second = practised(done, 0, 0), practised(done, 1, 0)
-    assert [*first[:3], *second[:3]] == chosen_first(checkpoint, done)
-    lines = numbers(done)
-    for iteration in (0, 1):
-        both = practised(done, 0, iteration) + practised(done, 1, iteration)
-        assert len(set(both)) == len(both), "a start state was practised twice"
-        assert lines[iteration + 1]["practice/start_states"] == len(both)
-        assert lines[iteration + 1]["practice/episodes"] == 4 * len(both)
-    assert lines[1]["practice/start_states"] > 6, "or none had to be replaced, and nobody had to agree on that"
-    assert [line["evaluation/sampled_of"] for line in lines if "evaluation/sampled_of" in line] == [4, 4]
+    chosen, (_, first, second) = chosen_first(checkpoint, done), numbers(done)
+    assert practised(done, 0, 0) == chosen[:3]
+    assert practised(done, 1, 0) == []
+    assert (first["practice/start_states"], first["practice/episodes"]) == (12, 3 * 4)
+    events = [json.loads(line) for line in (done / "runs" / "run" / "events.jsonl").read_text().splitlines()]
+    dropped = {event["start_id"] for event in events}
+    assert {*chosen[3:]} < dropped, "those of the other host, and what both tried in their place"
+    assert len(dropped) == 9
+    both = practised(done, 0, 1), practised(done, 1, 1)
+    assert all(len(own) >= 3 for own in both)
+    assert len({*both[0], *both[1]}) == len(both[0]) + len(both[1]) == second["practice/start_states"]
+    assert second["practice/episodes"] == 4 * second["practice/start_states"]
+    assert [line["evaluation/sampled_of"] for line in numbers(done) if "evaluation/sampled_of" in line] == [4, 4]
     known = json.loads((done / "runs" / "run" / "checkpoints" / "2" / "starts.json").read_text())
-    assert sum(one["tries"] for one in known) == lines[1]["practice/episodes"] + lines[2]["practice/episodes"]
+    assert sum(one["tries"] for one in known) == first["practice/episodes"] + second["practice/episodes"]
 
 
 def test_all_hosts_have_the_same_policy(done: Path) -> None:
@@ -113,24 +122,29 @@ def test_all_hosts_have_the_same_policy(done: Path) -> None:
 
 
 def test_two_hosts_learn_what_one_would_from_the_lessons_of_both(done: Path, checkpoint: Path) -> None:
-    """The gradient is the mean over all executed steps, wherever they were executed."""
+    """The gradient is the mean over all steps, wherever they were executed or demonstrated, and so is the anchor's; a
+    host without lessons holds nobody up."""
     config = together(checkpoint, done)
     agent = make_agent(config)
     assert isinstance(agent, Ript)
-    first, second = batches_of(done, 0)[:2], batches_of(done, 1)[:2]
-    steps = [int(sum(batch.valid.sum() for batch in batches)) for batches in (first, second)]
-    assert steps[0] != steps[1], "or a mean of the hosts' means would be the same"
+    hosts = batches_of(done, 0), batches_of(done, 1)
+    own = [[bool(batch.valid[~batch.demonstration].any()) for batch in batches] for batches in hosts]
+    assert own == [[True] * 4, [False, False, True, True]], "two updates in each iteration"
+    assert all(batch.demonstration.sum() == 2 for batches in hosts for batch in batches)
+    shown = [batches[0].actions[batches[0].demonstration] for batches in hosts]
+    assert not np.array_equal(*shown), "each host has demonstrations of its own"
     update = jax.jit(agent.update)
 
     def learnt(batches: list[RiptBatch]) -> dict[str, np.ndarray]:
         state = first_state(agent, first_params(config, make_mesh()), jax.random.key(config.seed))
         for number, batch in enumerate(batches):
-            key = jax.random.fold_in(jax.random.fold_in(chance(config, 1), 0), number)
+            iteration, at = divmod(number, 2)
+            key = jax.random.fold_in(jax.random.fold_in(chance(config, 1), iteration), at)
             state, _ = update(state, batch, key)
         return {name: np.asarray(param) for name, param in agent.policy_params(state).items()}
 
-    both = [jax.tree.map(lambda *rows: np.concatenate(rows), *pair) for pair in zip(first, second, strict=True)]
-    found, before = params(done / "runs" / "run" / "checkpoints" / "1"), params(checkpoint)
+    both = [jax.tree.map(lambda *rows: np.concatenate(rows), *pair) for pair in zip(*hosts, strict=True)]
+    found, before = params(done / "runs" / "run" / "checkpoints" / "2"), params(checkpoint)
 
     def farthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
         return max(float(np.abs(one[name] - other[name]).max()) for name in one)
@@ -142,16 +156,29 @@ def test_two_hosts_learn_what_one_would_from_the_lessons_of_both(done: Path, che
     assert farthest(learnt(of_one), found) > 1e-2 * moved, "what one of them did decides it all"
 
 
-def test_a_stopped_run_of_two_hosts_goes_on_to_the_bit(done: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Each with the successes it has kept."""
+def test_two_hosts_go_on_to_the_bit_and_a_stop_of_one_reaches_the_other(
+    done: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Each with the successes it has kept; while both practise ahead, too."""
     whole, stopped = done / "runs" / "run", tmp_path / "runs" / "run"
     shutil.copytree(whole, stopped)
     shutil.rmtree(stopped / "checkpoints" / "2")
-    finish(start(tmp_path, checkpoint, "--resume"))
-    assert numbers(tmp_path) == numbers(done)
+    processes = start(tmp_path, checkpoint, "--resume", steps=1000, save_every=2, keep_last=1000, overlap=True)
+    while len(numbers(tmp_path)) < 5 and all(process.poll() is None for process in processes):
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    said = finish(processes, code=STOPPED)
+    assert "Stopped after iteration" in said[0]
+    assert "iteration" not in said[1], "one host speaks for all"
+    lines = numbers(tmp_path)
+    assert lines[:3] == numbers(done)
     again = params(stopped / "checkpoints" / "2")
     for name, param in params(whole / "checkpoints" / "2").items():
         np.testing.assert_array_equal(again[name], param, err_msg=name)
+    assert [line["practice/policy_age"] for line in lines[3:5]] == [0, 1]
+    step = saved_steps(stopped / "checkpoints")[-1]
+    assert 4 <= step < 1000
+    assert all(np.isfinite(param).all() for param in params(stopped / "checkpoints" / str(step)).values())
 
 
 def test_one_host_goes_on_where_two_have_left(done: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -165,36 +192,6 @@ def test_one_host_goes_on_where_two_have_left(done: Path, checkpoint: Path, tmp_
     for host in (0, 1):
         with np.load(stopped / "checkpoints" / "1" / f"best-{host}-of-2.npz") as kept:
             assert set(kept["starts"].tolist()) <= set(starts), "what it knew is lost"
-
-
-def test_a_host_without_lessons_holds_nobody_up_and_a_stop_of_one_reaches_the_other(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While both practise ahead, too."""
-    monkeypatch.setenv("WALK_TROUBLE", str(tmp_path))
-    hopeless = chosen_first(checkpoint, tmp_path)[3:]
-    for number in hopeless:
-        (tmp_path / f"{number}.always").touch()
-    settings = {"replay": "none", "attempts": 1, "overlap": True, "evaluate_every": 0}
-    processes = start(tmp_path, checkpoint, steps=1000, save_every=1000, **settings)
-    while len(numbers(tmp_path)) < 3 and all(process.poll() is None for process in processes):
-        time.sleep(0.02)
-    processes[1].send_signal(signal.SIGTERM)
-    said = finish(processes, code=STOPPED)
-    assert "Stopped after iteration" in said[0]
-    assert "iteration" not in said[1], "one host speaks for all"
-    lines = numbers(tmp_path)
-    assert lines[1]["practice/episodes"] == 3 * 4
-    assert lines[1]["learning/updates"] == 2
-    assert not any(batch.valid.any() for batch in batches_of(tmp_path, 1)[:2])
-    assert all(batch.valid.any() for batch in batches_of(tmp_path, 0)[:2])
-    assert lines[2]["practice/policy_age"] == 1
-    events = [json.loads(line) for line in (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()]
-    assert {event["start_id"] for event in events if event["iteration"] == 0} == set(hopeless)
-    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
-    (step,) = saved_steps(checkpoints)
-    assert 2 <= step < 1000
-    assert all(np.isfinite(param).all() for param in params(checkpoints / str(step)).values())
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 12])

@@ -23,6 +23,7 @@ from pistar.errors import UserError
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import RLTrainConfig
 from pistar.training.experience import Starts
+from pistar.training.exploring import _sample
 from pistar.training.health import has_ended
 from pistar.training.learner import Learner
 from pistar.training.metrics import read_metrics
@@ -191,8 +192,12 @@ def test_an_update_without_a_finite_gradient_is_skipped(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poisoned(monkeypatch, range(3, 5))
-    saved, lines, _ = run(dataclasses.replace(small_practice(checkpoint, tmp_path), steps=1))
+    config = dataclasses.replace(small_practice(checkpoint, tmp_path), steps=1)
+    saved, lines, said = run(config)
     assert lines[1]["skipped"] == pytest.approx(2 / 20)
+    (event,) = events_of(config)
+    assert (event["iteration"], event["event"], event["done"]) == (0, "not finite", "these were skipped")
+    assert "not finite: 10% of the updates" in said
     assert np.isfinite(lines[1]["loss"])
     assert all(np.isfinite(param).all() for param in params(saved).values())
 
@@ -212,6 +217,18 @@ def test_a_policy_in_trouble_goes_back_to_the_last_good_checkpoint_in_smaller_st
         np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
 
 
+def test_what_a_policy_in_trouble_has_practised_ahead_is_forgotten(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, range(20, 40))
+    config = small_practice(checkpoint, tmp_path, replay="none", overlap=True, evaluate_every=0, evaluate_episodes=2)
+    saved, lines, _ = run(dataclasses.replace(config, save_every=3))
+    assert [event["done"] for event in events_of(config)] == ["back to the beginning, with 0.5 times the learning rate"]
+    assert [line["practice/policy_age"] for line in lines[1:]] == [0, 1, 0]
+    known = json.loads((saved / "starts.json").read_text())
+    assert sum(one["tries"] for one in known) == sum(line["practice/episodes"] for line in lines[1:])
+
+
 def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
     whole: Whole, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +246,9 @@ def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
     assert [path.name for path in (config.folder / "checkpoints").iterdir()] == ["1"]
     _, lines, _ = run(config, resume=True)
     assert numbers(lines) == numbers(whole[1])
+    (event,) = events_of(config)
+    assert event["event"] == "ended"
+    assert "No space left on device" in event["detail"]
 
 
 def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path) -> None:
@@ -246,6 +266,8 @@ def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path
 def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_time(
     checkpoint: Path, tmp_path: Path
 ) -> None:
+    _sample.clear_cache()
+
     def lines_of(name: str) -> list[dict[str, Any]]:
         config = small_practice(checkpoint, tmp_path / name, overlap=True, evaluate_every=0)
         return numbers(run(dataclasses.replace(config, save_every=3))[1])
@@ -253,6 +275,7 @@ def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_t
     once, again = lines_of("one"), lines_of("two")
     assert [line["practice/policy_age"] for line in once[1:]] == [0, 1, 1]
     assert once == again
+    assert _sample._cache_size() == 1, "it is compiled once more for the thread beside"
 
 
 def test_between_checkpoints_nothing_is_practised_ahead(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
@@ -335,8 +358,10 @@ def test_bad_settings_are_one_error_before_anything_is_built(checkpoint: Path, t
 
 
 def test_a_dry_run_builds_everything_and_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    config = small_practice(checkpoint, tmp_path / "runs")
+    config = small_practice(checkpoint, tmp_path / "runs", replay="none")
+    config = dataclasses.replace(config, algorithm=RiptConfig("signed", anchor=0.0))
     said = io.StringIO()
-    assert train(config, Console(file=said), dry_run=True) is None
+    assert train(config, Console(file=said, width=400), dry_run=True) is None
     assert "Dry run: weights, data and environment agree" in said.getvalue()
+    assert "signed weights without an anchor have no least loss and diverge" in said.getvalue()
     assert not (tmp_path / "runs").exists()

@@ -54,9 +54,11 @@ class Starts:
     def choose(
         self, count: int, rng: np.random.Generator, progress: float, without: Sequence[Context] = ()
     ) -> list[Context]:
-        """So many different ones, or all there are. `progress`: how much of the run is over, from 0 to 1."""
+        """So many different ones, or all there are left. `progress`: how much of the run is over, from 0 to 1."""
         taken = set(without)
         free = [start for start in self._pool if start not in taken]
+        if not free:
+            return []
         choice = self._config.choice
         if choice == "skip_solved":
             order = [free[i] for i in rng.permutation(len(free))]
@@ -134,6 +136,12 @@ class BestOf:
     def lengths(self) -> list[list[Any]]:
         """What others are told of it: task, start state, length of each."""
         return [[*start, int(chunks.valid.sum())] for start, kept in self.kept.items() for chunks in kept]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        held = ((chunks.observations, chunks.actions, chunks.valid) for kept in self.kept.values() for chunks in kept)
+        return sum(np.asarray(leaf).nbytes for each in held for leaf in jax.tree.leaves(each))
 
     def let_go(self, everywhere: Sequence[list[list[Any]]], host: int) -> None:
         """Of what is not among the shortest of all hosts, given what each tells; of two alike the later host's."""

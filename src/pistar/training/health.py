@@ -1,10 +1,11 @@
 """Whether a run that makes its own data is well, and what is done when it is not."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,10 @@ from pistar.training.hosts import is_leader
 from pistar.training.online_config import HealthConfig, OnlineConfig, TuningConfig
 
 EVENTS_FILE, COURSE_FILE = "events.jsonl", "course.json"
+ENDED = "ended"
+"""The event that a mistake, or a full disk, has ended the run."""
+
+NOT_FINITE = "not finite"
 
 Trouble = Literal["policy", "surroundings"]
 
@@ -61,13 +66,14 @@ class Events:
     """What happened that whoever watches the run should know: shown, and one line each in events.jsonl."""
 
     def __init__(self, folder: Path, console: Console, *, after: int) -> None:
-        """Events of iterations from `after` on are forgotten: those will be made again."""
+        """Events of iterations from `after` on are forgotten: those will be made again. Not what ended the run."""
         self._path, self._console = folder / EVENTS_FILE, console
         if not is_leader():  # who tells it for all
             self._path = Path(os.devnull)
             return
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        kept = [line for line in lines if json.loads(line)["iteration"] < after]
+        told = [(line, json.loads(line)) for line in lines]
+        kept = [line for line, event in told if event["iteration"] < after or event["event"] == ENDED]
         aside = self._path.with_suffix(".tmp")
         aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         aside.replace(self._path)
@@ -80,6 +86,16 @@ class Events:
         if show:
             self._console.print(f"{event}: {detail}; {done}.", markup=False, highlight=False)
 
+    @contextlib.contextmanager
+    def telling_what_ends(self, iteration: Callable[[], int]) -> Iterator[None]:
+        """An error that ends the run is an event, too, as far as the disk still takes one."""
+        try:
+            yield
+        except UserError as error:
+            with contextlib.suppress(OSError):
+                self.note(iteration(), ENDED, str(error), "the run stops", show=False)  # shown by whoever catches it
+            raise
+
 
 # --- What is wrong ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +107,7 @@ def troubles(
     c = config
     updates = measured.get("learning/updates", 0.0)
     if updates and measured.get("skipped", 0.0) > c.max_skipped:
-        yield "policy", "not finite", f"{measured['skipped']:.0%} of the updates had NaN or Inf in their gradient"
+        yield "policy", NOT_FINITE, _told_skipped(measured)
     for name, words, limit in (
         ("gradient_norm", "the gradient's norm", c.max_gradient_norm),
         ("policy_gradient_norm", "the norm of the policy's gradient", c.max_gradient_norm),
@@ -120,6 +136,16 @@ def troubles(
     before, now = resident
     if c.max_memory_growth is not None and now > (1 + c.max_memory_growth) * before:
         yield "surroundings", "memory", f"a process has grown from {before / 1e9:.2f} to {now / 1e9:.2f} GB"
+
+
+def _told_skipped(measured: Mapping[str, float]) -> str:
+    return f"{measured['skipped']:.0%} of the updates had NaN or Inf in their gradient"
+
+
+def tell_of_skipped(config: HealthConfig, measured: Mapping[str, float], iteration: int, events: Events) -> None:
+    """Of updates that were skipped, where they are so few that nothing else is done."""
+    if 0 < measured.get("skipped", 0.0) <= config.max_skipped:
+        events.note(iteration - 1, NOT_FINITE, _told_skipped(measured), "these were skipped")
 
 
 def success_of(found: Mapping[str, float]) -> float:

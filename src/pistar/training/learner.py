@@ -136,8 +136,9 @@ class Learner:
         """
         config, online, since = self._run.config, self._run.config.online, time.monotonic()
         counts = exchange("chunks", sum(len(lesson.chunks) for lesson in lessons))
+        held = {"replay/bytes": float(self._best.bytes)} if online.replay == "best" else {}
         if not any(counts):
-            return state, {}, {"learning/chunks": 0.0, "learning/updates": 0.0, "learning/drift": 0.0}
+            return state, {}, held | {"learning/chunks": 0.0, "learning/updates": 0.0, "learning/drift": 0.0}
         count, most = counts[jax.process_index()], max(counts)
         lessons = lessons or [Lesson(self._blank(), 0.0)]
         chunks = join([lesson.chunks for lesson in lessons])
@@ -171,7 +172,7 @@ class Learner:
                 drift = exchange("drift", drift)[0]  # lest some stop by a last bit, and others wait for them
                 if online.max_drift is not None and drift > online.max_drift:
                     break
-        learnt = {
+        learnt = held | {
             "learning/chunks": float(sum(counts)),
             "learning/updates": float(made),
             "learning/drift": drift,

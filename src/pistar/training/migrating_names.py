@@ -189,7 +189,7 @@ RIPT: dict[str, Names] = {
         **_alike(_MIXED, "use_mixed_precision", "use_amp", "fp16", "bf16"),
         **_alike(_RESUME, "resume", "resume_path"),
         "debug_loss_computation": _no("losses are in metrics.jsonl"),
-        **_same("online", "updates", "max_drift", "overlap", "auto_tune", "patience"),
+        **_same("online", "updates", "restart", "max_drift", "overlap", "auto_tune", "patience"),
         **_same("online", "evaluate_every", "evaluate_episodes"),
     },
     "optimizer": {
@@ -224,6 +224,7 @@ RIPT: dict[str, Names] = {
             for way in ("held_noise", "warm_noise", "action_noise", "misled")
             for name in (way, f"{way}_scale")
         },
+        "adaptive": Rule("online.exploration.adaptive"),
         **_same("online", "contexts", "attempts", "replay", "windows"),
     },
     "logging": {

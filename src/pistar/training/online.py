@@ -34,6 +34,7 @@ from pistar.training.health import (
     has_stopped_improving,
     stopped_by_surroundings,
     take_note,
+    tell_of_skipped,
     troubles,
     tune,
 )
@@ -112,7 +113,9 @@ def train(
             closing(
                 Saver(checkpoints, run.ground.norm_stats, run.ground.contract, config.keep_last, config.keep_every)
             ) as saver,
-            ThreadPoolExecutor(1, thread_name_prefix="practice") as beside,
+            # With the mesh, which is each thread's own: without, what acts would be compiled a second time for it.
+            ThreadPoolExecutor(1, "practice", initializer=jax.set_mesh, initargs=(run.mesh,)) as beside,
+            events.telling_what_ends(lambda: iteration),
         ):
             if start_from is None:
                 with console.status("judging the policy it begins with …"):
@@ -159,16 +162,18 @@ def train(
                     first_resident = resident
                 grown = max(exchange("memory", (first_resident, resident)), key=lambda each: each[1] / max(each[0], 1))
                 wrong = list(troubles(online.health, course, measured, (grown[0], grown[1])))
+                tell_of_skipped(online.health, measured, iteration, events)
                 if any(whose == "policy" for whose, _, _ in wrong):
                     if ahead is not None:
                         ahead.result()  # by a policy nobody wants; its simulators must be free
-                        ahead = None
+                        ahead, practice.starts.known = None, known  # as if it had not been
+                        known = practice.starts.copy_of_known()
                     saver.wait()
                     if back_to_good(online.health, course, iteration, wrong, events):
                         state = state_of(course.good)
                 else:
                     course.rollbacks = 0
-                    course.weight_norm = course.weight_norm or learnt.get("learning/weight_norm")
+                    course.weight_norm = course.weight_norm or measured.get("learning/weight_norm")
                     if found:
                         take_note(course, iteration, found, online.min_gain)
                     if online.auto_tune:
@@ -293,10 +298,12 @@ def _told_algorithm(run: OnlineRun) -> str:
 
 def _told_practice(measured: dict[str, float]) -> str:
     groups = f"{measured['practice/informative']:.0f} of {measured['practice/start_states']:.0f} groups informative, "
+    faults = measured["practice/faults"]
     compared = measured["practice/episodes"] > measured["practice/start_states"]
     return (
         f"practised {measured['practice/episodes']:.0f} episodes, {measured['practice/success']:.0%} succeeded, "
         f"{groups if compared else ''}"
+        f"{f'{faults:.0f} failures of simulators, ' if faults else ''}"
         f"{measured['time/steps_per_second']:.0f} steps/s"
     )
 

@@ -174,6 +174,16 @@ def demonstrated(config: RLTrainConfig) -> int:
     return hosts * round(config.online.demonstrations * config.batch_size / hosts)
 
 
+def _check_demonstrated(config: RLTrainConfig) -> None:
+    """Refuse a share that is nothing, or everything, of a host's few rows."""
+    share, shown = config.online.demonstrations, demonstrated(config)
+    if share and config.data.datasets and not 0 < shown < config.batch_size:
+        raise UserError(
+            f"online.demonstrations is {share}, {'all' if shown else 'none'} of the "
+            f"{config.batch_size // jax.process_count()} rows a host has of a batch; raise batch_size, or change it."
+        )
+
+
 def prepare_online(config: RLTrainConfig) -> OnlineRun:
     """Open and check everything but the simulator."""
     check_batch(config)
@@ -184,6 +194,7 @@ def prepare_online(config: RLTrainConfig) -> OnlineRun:
             f"{config.name} begins from a policy that succeeds now and then; name it: --checkpoint PATH. "
             "`pistar train bc_…` makes one of demonstrations."
         )
+    _check_demonstrated(config)
     data = [_label(config, name) for name in config.data.datasets] if demonstrated(config) else []
     ground = _agree(config, data)
     sources = _sources(config, data, ground.inputs, dry=False)
