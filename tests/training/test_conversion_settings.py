@@ -229,6 +229,34 @@ def test_lerobots_weights_without_its_settings_do_not_tell_the_horizon(policy: P
     done = to(policy, tmp_path / "out", "openpi")
     assert done.source.checkpoint.dialect == "lerobot"
     assert told(done, "assumed")
+    (text,) = told(done, "missing")
+    assert "config.json is not beside the weights: prompts of 48 tokens, normalisation by z-scores" in text
+    (problem,) = verify(policy).problems
+    assert "policy has no config.json, so LeRobot cannot load it" in problem
+
+
+def test_a_folder_with_lerobots_processors_is_lerobots_even_without_settings(
+    policy: Path, pytorch_goldens: Path, tmp_path: Path
+) -> None:
+    """Its weights may have been written by OpenPI, without LeRobot's prefix."""
+    (policy / "config.json").unlink()
+    shutil.copy(pytorch_goldens / "openpi_pt_pi0_tiny.safetensors", policy / "model.safetensors")
+    done = to(policy, tmp_path / "out", "openpi")
+    assert done.source.checkpoint.dialect == "lerobot"
+    assert list(done.source.stats) == ["lerobot"]
+    assert told(done, "missing")
+
+
+@pytest.mark.parametrize("content", ['{"type": "pi0", "chunk_', "[]", "{}"])
+def test_lerobots_settings_that_are_broken_are_refused_and_not_passed_over(
+    policy: Path, tmp_path: Path, content: str
+) -> None:
+    (policy / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json is "):
+        verify(policy)
+    with pytest.raises(UserError, match=r"config\.json is "):
+        to(policy, tmp_path / "out", "openpi")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("norm", ["MEAN_STD", "QUANTILES"])

@@ -48,7 +48,9 @@ class LeRobotPolicy:
 
 
 def says_lerobot(folder: Path) -> bool:
-    """Whether there are settings that only LeRobot writes."""
+    """Whether there are settings or processors that only LeRobot writes."""
+    if (folder / f"{_PREPROCESSOR}.json").exists():
+        return True
     try:
         return "type" in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):

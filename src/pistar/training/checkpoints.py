@@ -114,7 +114,7 @@ class Checkpoint:
         """LeRobot's settings: its own, or those that were carried along when it was converted."""
         if self.step is None:
             return None
-        if self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
+        if self.dialect == "lerobot" and (self.step / lerobot_policy.CONFIG_FILE).exists():
             return lerobot_policy.read_policy(self.step)
         return lerobot_policy.read_carried(self.step)
 

@@ -7,14 +7,16 @@ import dataclasses
 
 import numpy as np
 
-from pistar.data.lerobot_policy import CARRIED_FILE, TOKENIZER
-from pistar.data.norm_stats import EPSILON
+from pistar.data.lerobot_policy import CARRIED_FILE, CONFIG_FILE, TOKENIZER
+from pistar.data.norm_stats import EPSILON, Norm
 from pistar.models.pytorch_names import UNUSED
 from pistar.training.conversion import Conversion
 from pistar.training.pytorch_weights import Dialect
 
 _UNLIKE = 0.01
 """From which part on a difference between two divisors is worth a word."""
+
+_NORMALISED_BY: dict[Norm, str] = {"zscore": "z-scores", "quantile": "quantiles"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +158,15 @@ def _robot_notes(done: Conversion) -> list[Note]:
 
 def _assumptions(done: Conversion) -> list[Note]:
     source, notes = done.source, []
+    if source.checkpoint.dialect == "lerobot" and source.checkpoint.lerobot is None and source.contract is None:
+        notes.append(
+            Note(
+                "missing",
+                f"LeRobot's {CONFIG_FILE} is not beside the weights: prompts of {done.config.max_token_len} tokens, "
+                f"normalisation by {_NORMALISED_BY[source.norm]} and cameras {', '.join(done.config.cameras)} are "
+                "OpenPI's defaults. Copy the whole pretrained_model folder and run this again.",
+            )
+        )
     if not source.horizon_known:
         notes.append(
             Note(
@@ -180,7 +191,7 @@ def _settings_notes(done: Conversion) -> list[Note]:
         return []
     notes = []
     if done.wanted.dialect != "lerobot":
-        by = "quantiles" if policy.norm == "quantile" else "z-scores"
+        by = _NORMALISED_BY[policy.norm]
         notes.append(
             Note(
                 "to say from now on",

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from pistar.config import LORA_VARIANTS, GemmaConfig, Pi0Config, gemma_variant
+from pistar.data.lerobot_policy import CONFIG_FILE
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, ModelType, find_misfits, name_some
@@ -81,6 +82,7 @@ def verify(
             _check_parameters(structs, config),
             _check_values(checkpoint, leaves, progress),
             _check_left_out(checkpoint),
+            _check_settings(checkpoint),
             _check_train_state(checkpoint),
             norm_check,
             contract_check,
@@ -155,6 +157,17 @@ def _check_left_out(checkpoint: Checkpoint) -> Check | None:
     return Check(
         "embeddings", f"{tied[0]} is not embed_tokens, by which LeRobot 0.6 acts and so does pistar", absent=True
     )
+
+
+def _check_settings(checkpoint: Checkpoint) -> Check | None:
+    """LeRobot's, which say what no weight shows."""
+    if checkpoint.dialect != "lerobot":
+        return None
+    missing = (
+        f"{checkpoint.step} has no {CONFIG_FILE}, so LeRobot cannot load it, and horizon, prompt length, cameras and "
+        "normalisation are guessed; copy the whole pretrained_model folder."
+    )
+    return Check("settings", f"{CONFIG_FILE} is LeRobot's", () if checkpoint.lerobot else (missing,))
 
 
 def _check_norm_stats(
