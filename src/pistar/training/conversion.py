@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pistar.config import DType, Pi0Config, gemma_variant
-from pistar.data.lerobot_policy import read_divisors
+from pistar.data.lerobot_policy import TRAIN_CONFIG_FILE, read_divisors, unread_stats
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import find_misfits
@@ -95,6 +95,8 @@ class Source:
     horizon_known: bool
     left_out: tuple[str, ...]
     """Tensors with numbers in them that the model has no place for, as the file names them."""
+    left_behind: tuple[str, ...]
+    """What else of the folder is not written anew, and why that is no loss or which; a sentence each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,24 @@ def _look(checkpoint: Checkpoint, wanted: Wanted) -> Source:
     horizon_known = wanted.action_horizon is not None or contract is not None or checkpoint.horizon_known
     left_out = () if checkpoint.torch is None else checkpoint.torch.left_out()
     config = _complete(checkpoint, config, contract, wanted)
-    return Source(checkpoint, contract, config, leaves, stats, asset_id, norm, horizon_known, left_out)
+    left_behind = tuple(_left_behind(checkpoint))
+    return Source(checkpoint, contract, config, leaves, stats, asset_id, norm, horizon_known, left_out, left_behind)
+
+
+def _left_behind(checkpoint: Checkpoint) -> Iterator[str]:
+    if checkpoint.train_state is not None:
+        try:
+            averaged = checkpoint.averaged
+        except UserError:  # a damaged one is left behind all the same
+            averaged = None
+        taken = " params/ is taken, the average (EMA) that is served, and not the raw weights." if averaged else ""
+        yield f"train_state/, so no run can go on from what is written.{taken}"
+    if checkpoint.dialect != "lerobot" or checkpoint.step is None:
+        return
+    if (checkpoint.step / TRAIN_CONFIG_FILE).exists():
+        yield f"{TRAIN_CONFIG_FILE}, which says how LeRobot trained it: keep the source if you need it."
+    if unread := unread_stats(checkpoint.step):
+        yield f"{', '.join(unread)} of LeRobot's statistics, by which neither system normalises a π₀."
 
 
 def _complete(checkpoint: Checkpoint, config: Pi0Config, contract: Contract | None, wanted: Wanted) -> Pi0Config:

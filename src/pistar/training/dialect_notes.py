@@ -213,8 +213,8 @@ def _settings_notes(done: Conversion) -> list[Note]:
 
 
 def _unused_notes(done: Conversion) -> list[Note]:
-    """Tensors that were left behind."""
-    notes = []
+    """Tensors and files that were left behind."""
+    notes = [Note("left out", text) for text in done.source.left_behind]
     for name in done.source.left_out:
         if name.endswith(UNUSED):
             text = (
