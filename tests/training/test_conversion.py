@@ -383,9 +383,10 @@ def test_alpha_is_the_contracts_or_the_users_and_else_unknown(adapted: Callable[
     source = adapted("pi0")
     by_contract = read_params(converted(source, tmp_path / "a", "openpi", merge_lora=True))
     (source / "contract.json").unlink()
-    with pytest.raises(UserError, match=r"adapters of vlm have rank 4 and an alpha that no weight shows.*--vlm-alpha"):
+    both = r"of vlm \(rank 4\) and expert \(rank 2\) .*: --vlm-alpha ALPHA --expert-alpha ALPHA\."
+    with pytest.raises(UserError, match=both):
         converted(source, tmp_path / "b", "openpi", merge_lora=True)
-    with pytest.raises(UserError, match="--expert-alpha"):
+    with pytest.raises(UserError, match=r"of expert \(rank 2\) have .*: --expert-alpha ALPHA\."):
         converted(source, tmp_path / "b", "openpi", merge_lora=True, vlm_alpha=8.0)
     assert not (tmp_path / "b").exists()
     said = converted(source, tmp_path / "c", "openpi", merge_lora=True, vlm_alpha=8.0, expert_alpha=6.0)
@@ -396,7 +397,7 @@ def test_alpha_of_openpis_own_variants_is_known() -> None:
     full = MODELS["pi0_lora"]
     assert with_known_alphas(full, None, {}) == full
     wider = dataclasses.replace(full, expert=dataclasses.replace(full.expert, lora=LoraConfig(16, 16.0)))
-    with pytest.raises(UserError, match="adapters of expert have rank 16"):
+    with pytest.raises(UserError, match=r"adapters of expert \(rank 16\) have"):
         with_known_alphas(wider, None, {})
     assert LORA_VARIANTS["gemma_300m"] == full.expert.lora
 

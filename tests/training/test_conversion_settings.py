@@ -64,6 +64,7 @@ def test_openpis_settings_tell_the_horizon(torch_folder: Path, tmp_path: Path) -
     done = to(torch_folder, tmp_path / "without", "lerobot")
     assert read_policy(tmp_path / "without").action_horizon == 50
     assert "50 is OpenPI's default" in told(done, "assumed")[0]
+    assert "run `pistar export` again with --action-horizon N" in told(done, "assumed")[0]
 
 
 def test_a_horizon_that_nobody_knows_is_not_written_as_if_one_did(openpi_goldens: Path, tmp_path: Path) -> None:

@@ -209,8 +209,19 @@ def test_missing_norm_stats_are_a_problem(pi0: Path) -> None:
     report = verify(pi0)
     problem = only_problem(report, "norm stats")
     assert "has no assets/<asset_id>/norm_stats.json; without them" in problem
-    assert "copy the training run's assets folder" in problem
+    assert "copy the training run's assets folder beside params." in problem
     assert report.facts["robots"] == "unknown, no norm stats"
+
+
+def test_missing_norm_stats_are_asked_for_where_the_dialect_keeps_them(pytorch_goldens: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    shutil.copy(pytorch_goldens / "openpi_pt_pi0_tiny.safetensors", weights)
+    assert "assets folder beside model.safetensors." in only_problem(verify(weights, vision_heads=4), "norm stats")
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(pytorch_goldens / "lerobot_pi0_tiny" / name, tmp_path / name)
+    problem = only_problem(verify(tmp_path), "norm stats")
+    assert "has no policy_preprocessor.json with its safetensors, nor assets/" in problem
+    assert "so copy the whole folder again." in problem
 
 
 def test_broken_norm_stats_are_a_problem(pi0: Path) -> None:

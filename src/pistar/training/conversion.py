@@ -122,6 +122,8 @@ def convert(
     path: str | Path, out: Path, wanted: Wanted, progress: Progress = lambda what, done, total: None
 ) -> Conversion:
     """Write the checkpoint at `path` anew as `out`, in the dialect that is wanted."""
+    if out.is_file():
+        raise UserError(f"{out} is a file; name a new folder.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; name a new folder.")
     if wanted.asset_id is not None and (Path(wanted.asset_id).is_absolute() or ".." in Path(wanted.asset_id).parts):
@@ -232,9 +234,14 @@ def _complete(checkpoint: Checkpoint, config: Pi0Config, contract: Contract | No
         config = dataclasses.replace(
             config, action_horizon=wanted.action_horizon or config.action_horizon, cameras=cameras
         )
-    if wanted.merge_lora:
-        config = with_known_alphas(config, trained, {"vlm": wanted.vlm_alpha, "expert": wanted.expert_alpha})
-    return config
+    alphas = {"vlm": wanted.vlm_alpha, "expert": wanted.expert_alpha}
+    for name, alpha in alphas.items():
+        if alpha is not None and (not wanted.merge_lora or getattr(config, name).lora is None):
+            why = (
+                f"{name} has no adapters: leave it out" if wanted.merge_lora else "nothing is merged: add --merge-lora"
+            )
+            raise UserError(f"--{name}-alpha is {alpha:g}, by which adapters are merged, but {why}.")
+    return with_known_alphas(config, trained, alphas) if wanted.merge_lora else config
 
 
 def _check_complete(where: Path, leaves: Sequence[Leaf], config: Pi0Config) -> None:
@@ -280,7 +287,7 @@ def _check_space(out: Path, size: int) -> None:
     free = disk_usage(parent).free
     if free < size:
         raise UserError(
-            f"{out} would take {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there; "
+            f"{out} would take {size / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free there; "
             "make room, or write elsewhere."
         )
 
@@ -303,7 +310,7 @@ def _written_or_not(out: Path, size: int) -> Iterator[Path]:
                 raise
             raise UserError(
                 f"{out} is not written: the disk gave out ({reason}) and nothing of it is left; "
-                f"make room for {size / 1e9:.2f} GB, or write elsewhere."
+                f"make room for {size / 1e6:,.0f} MB, or write elsewhere."
             ) from error
 
 

@@ -1,6 +1,6 @@
 """What another system does differently whatever the weights, so that nobody looks for it in them.
 
-Measured by running OpenPI and LeRobot 0.4.4 and 0.6.1 on the same small models, unless it says "read".
+Measured by running OpenPI and LeRobot 0.4.4 and 0.6.1 on the same small models, unless it says that the code reads so.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Note:
 def differences(done: Conversion) -> list[Note]:
     """Between the system the checkpoint comes from and the one it goes to."""
     dialects: set[Dialect] = {done.source.checkpoint.dialect, done.wanted.dialect}
-    notes = []
+    notes = [] if (useless := cannot_load(done)) is None else [useless]  # first, for the rest then matters little
     if "openpi" in dialects and len(dialects) > 1:
         notes += [
             Note("time embedding", "float32 in JAX, float64 in PyTorch: moved a small model's actions by 1e-4."),
@@ -48,6 +48,13 @@ def differences(done: Conversion) -> list[Note]:
     return [*notes, *_assumptions(done)]
 
 
+def cannot_load(done: Conversion) -> Note | None:
+    """Where what was written is of no use to the system it was written for."""
+    if done.wanted.dialect != "lerobot" or None not in done.config_variants:
+        return None
+    return Note("sizes", "LeRobot knows only gemma_2b with gemma_300m, which this is not: it cannot load this folder.")
+
+
 def _lerobot_notes(done: Conversion) -> list[Note]:
     pi05 = done.config.pi05
     prompt = (
@@ -55,7 +62,7 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
         "with 0.4.4 the model reads a prompt it was not trained on."
         if pi05
         else "LeRobot appends the newline and tokenises once; OpenPI strips the task, turns _ into a space and "
-        "tokenises the newline by itself (read): give tasks without underscores or spaces at their ends."
+        "tokenises the newline by itself (so its code reads): give tasks without underscores or spaces at their ends."
     )
     size = done.config.image_size
     notes = [
@@ -76,7 +83,8 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
         Note("tokenizer", f"LeRobot takes {TOKENIZER} from the hub, by name; OpenPI a file."),
         Note(
             "training in LeRobot",
-            "its loss is over the robot's own action dimensions (OpenPI: all), its weight decay 0.01 (1e-10) (read).",
+            "so the code of both reads: its loss is over the robot's own action dimensions (OpenPI: all), its weight "
+            "decay 0.01 (1e-10).",
         ),
     ]
     unlike = _unlike_divisors(done)
@@ -121,12 +129,8 @@ def _unlike_divisors(done: Conversion) -> list[str]:
 def _robot_notes(done: Conversion) -> list[Note]:
     """What the robot's transforms did, which LeRobot has not."""
     contract, notes = done.source.contract, []
-    if any(variant is None for variant in done.config_variants):
-        notes.append(
-            Note("sizes", "LeRobot knows only gemma_2b with gemma_300m, which this is not: it cannot load this folder.")
-        )
     if contract is None:
-        return notes
+        return []
     relative = [str(i) for i, delta in enumerate(contract.delta_mask or ()) if delta]
     if relative:
         notes.append(
@@ -168,11 +172,16 @@ def _assumptions(done: Conversion) -> list[Note]:
             )
         )
     if not source.horizon_known:
+        remedy = (
+            "say so where the checkpoint is used: --action-horizon N of `pistar export` and `pistar eval`"
+            if done.wanted.dialect == "openpi"  # which has no place for it
+            else "run `pistar export` again with --action-horizon N"
+        )
         notes.append(
             Note(
                 "assumed",
                 f"no weight shows the action horizon; {done.config.action_horizon} is OpenPI's default. If it is "
-                "another, say so where the checkpoint is used: --action-horizon of `pistar export` and `pistar eval`.",
+                f"another, {remedy}.",
             )
         )
     if not source.stats:
@@ -197,7 +206,8 @@ def _settings_notes(done: Conversion) -> list[Note]:
                 "to say from now on",
                 f"LeRobot's config.json says action horizon {policy.action_horizon}, prompts of {policy.max_token_len} "
                 f"tokens, normalisation by {by}, cameras {', '.join(policy.cameras) or 'none'} in this order; OpenPI's "
-                f"checkpoints hold none of it but, in PyTorch, the horizon: give it to `pistar train`. "
+                f"checkpoints hold none of it but, in PyTorch, the horizon: give it to `pistar train` "
+                f"(--model.action-horizon {policy.action_horizon}). "
                 f"{CARRIED_FILE} keeps it for the way back.",
             )
         )

@@ -128,8 +128,8 @@ def _check_values(checkpoint: Checkpoint, leaves: Sequence[Leaf], progress: Prog
         except UserError as error:
             unreadable.append(str(error))
     progress(len(leaves), len(leaves))
-    rest = f" ({len(unreadable) - 1} more are like it.)" if len(unreadable) > 1 else ""
-    problems = [problem + rest for problem in unreadable[:1]]
+    rest = f" ({len(unreadable) - 1} more are like it)" if len(unreadable) > 1 else ""
+    problems = [f"{problem.removesuffix('.')}{rest}." for problem in unreadable[:1]]
     sharding = checkpoint.params / "_sharding"
     try:
         json.loads(sharding.read_text(encoding="utf-8")) if sharding.exists() else None
@@ -176,9 +176,13 @@ def _check_norm_stats(
     stats: dict[str, dict[str, NormStats]] = {}
     problems, notes = [], []
     if not checkpoint.norm_stats:
+        theirs = "policy_preprocessor.json with its safetensors, nor " if checkpoint.dialect == "lerobot" else ""
+        copy = (
+            "the whole folder again" if theirs else f"the training run's assets folder beside {checkpoint.params.name}"
+        )
         problems.append(
-            f"{checkpoint.step or checkpoint.params} has no assets/<asset_id>/norm_stats.json; without them the robot "
-            "gets actions in the wrong units, so copy the training run's assets folder beside params."
+            f"{checkpoint.step or checkpoint.params} has no {theirs}assets/<asset_id>/norm_stats.json; without them "
+            f"the robot gets actions in the wrong units, so copy {copy}."
         )
     for asset_id in checkpoint.norm_stats:
         try:
