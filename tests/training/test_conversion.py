@@ -642,7 +642,7 @@ def test_a_disk_that_fills_up_is_called_so(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(dialect_writers, "_write_block", full)
-    says = r"gave out \(No space left on device\) and nothing of it is left; make room for 0\.00 GB"
+    says = r"gave out \(No space left on device\) and nothing of it is left; make room for 1 MB"
     refused(openpi["pi0"], tmp_path / "out", says, "lerobot")
 
 
@@ -650,7 +650,7 @@ def test_too_little_room_is_seen_before_anything_is_written(
     openpi: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    refused(openpi["pi0"], tmp_path / "far/away", "would take 0.00 GB and 0.00 GB are free there", "openpi-pytorch")
+    refused(openpi["pi0"], tmp_path / "far/away", "would take 1 MB and 0 MB are free there", "openpi-pytorch")
 
 
 def test_another_error_is_not_called_a_full_disk(
