@@ -397,6 +397,11 @@ def main(args: Sequence[str] | None = None) -> None:
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1) or list(COMMANDS)
             raise UserError(f"there is no command {args[0]!r}; try {', '.join(near)}.")
+        if args and args[0] == "import" and any(arg.split("=")[0] == "--format" for arg in args):
+            raise UserError(  # or tyro would suggest the options of other commands
+                "import has no --format: it tells the source's dialect itself, and writes openpi; leave it out, or use "
+                "`pistar export` to write another."
+            )
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="pistar", description="RL post-training for π₀-family robot policies.", args=args
         )

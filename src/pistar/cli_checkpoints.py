@@ -102,7 +102,7 @@ def _convert(path: str, out: Path, wanted: "Wanted") -> None:
 
 def _tell(path: str, done: "Conversion") -> None:
     from pistar.models.inspect import MODEL_NAMES
-    from pistar.training.dialect_notes import differences
+    from pistar.training.dialect_notes import cannot_load, differences
 
     proof, console = done.proof, Console(soft_wrap=True, highlight=False)
     kind, dialect = MODEL_NAMES[done.config.model_type], done.source.checkpoint.dialect
@@ -137,7 +137,8 @@ def _tell(path: str, done: "Conversion") -> None:
     for note in differences(done):
         table.add_row(Text("!", "yellow"), note.topic, Text(note.text))
     Console().print(table)
-    console.print(f"Wrote {done.folder}", markup=False)
+    useless = cannot_load(done)
+    console.print(f"Wrote {done.folder}" + (f". But {useless.text}" if useless else ""), markup=False)
 
 
 def _outputs_row(done: "Conversion") -> tuple[Text, str, str]:

@@ -271,3 +271,10 @@ def test_stats_cover_their_own_dimensions_and_padding_but_no_other_vector() -> N
     assert stats.covers(2)
     assert not stats.covers(1)
     assert not stats.covers(4)
+
+
+def test_statistics_that_git_lfs_has_not_fetched_are_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "norm_stats.json"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1447\n")
+    with pytest.raises(UserError, match=r"norm_stats\.json is only a pointer .* `git lfs pull`"):
+        load_norm_stats(path)

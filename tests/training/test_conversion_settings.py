@@ -64,6 +64,7 @@ def test_openpis_settings_tell_the_horizon(torch_folder: Path, tmp_path: Path) -
     done = to(torch_folder, tmp_path / "without", "lerobot")
     assert read_policy(tmp_path / "without").action_horizon == 50
     assert "50 is OpenPI's default" in told(done, "assumed")[0]
+    assert "run `pistar export` again with --action-horizon N" in told(done, "assumed")[0]
 
 
 def test_a_horizon_that_nobody_knows_is_not_written_as_if_one_did(openpi_goldens: Path, tmp_path: Path) -> None:
@@ -229,6 +230,34 @@ def test_lerobots_weights_without_its_settings_do_not_tell_the_horizon(policy: P
     done = to(policy, tmp_path / "out", "openpi")
     assert done.source.checkpoint.dialect == "lerobot"
     assert told(done, "assumed")
+    (text,) = told(done, "missing")
+    assert "config.json is not beside the weights: prompts of 48 tokens, normalisation by z-scores" in text
+    (problem,) = verify(policy).problems
+    assert "policy has no config.json, so LeRobot cannot load it" in problem
+
+
+def test_a_folder_with_lerobots_processors_is_lerobots_even_without_settings(
+    policy: Path, pytorch_goldens: Path, tmp_path: Path
+) -> None:
+    """Its weights may have been written by OpenPI, without LeRobot's prefix."""
+    (policy / "config.json").unlink()
+    shutil.copy(pytorch_goldens / "openpi_pt_pi0_tiny.safetensors", policy / "model.safetensors")
+    done = to(policy, tmp_path / "out", "openpi")
+    assert done.source.checkpoint.dialect == "lerobot"
+    assert list(done.source.stats) == ["lerobot"]
+    assert told(done, "missing")
+
+
+@pytest.mark.parametrize("content", ['{"type": "pi0", "chunk_', "[]", "{}"])
+def test_lerobots_settings_that_are_broken_are_refused_and_not_passed_over(
+    policy: Path, tmp_path: Path, content: str
+) -> None:
+    (policy / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json is "):
+        verify(policy)
+    with pytest.raises(UserError, match=r"config\.json is "):
+        to(policy, tmp_path / "out", "openpi")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("norm", ["MEAN_STD", "QUANTILES"])
@@ -286,7 +315,7 @@ def test_of_two_tables_of_embeddings_the_one_lerobot_reads_is_taken_and_the_othe
         read_params(tmp_path / "out")["PaliGemma/llm/embedder/input_embedding"],
         SafetensorsFile(source / "model.safetensors").read(f"model.{EMBED_TOKENS}"),
     )
-    (text,) = told(done, "left out")
+    text = told(done, "left out")[-1]
     assert text.startswith(f"model.{LM_HEAD} is not embed_tokens")
     (check,) = (check for check in verify(source).checks if check.name == "embeddings")
     assert "is not embed_tokens" in check.detail
@@ -295,14 +324,31 @@ def test_of_two_tables_of_embeddings_the_one_lerobot_reads_is_taken_and_the_othe
 
 def test_numbers_in_the_unused_head_are_told(lerobot061: Callable[..., Path], tmp_path: Path) -> None:
     source = lerobot061(**{UNUSED: 0.5})
-    (text,) = told(to(source, tmp_path / "out", "openpi-pytorch"), "left out")
+    text = told(to(source, tmp_path / "out", "openpi-pytorch"), "left out")[-1]
     assert text.startswith(f"model.{UNUSED} has numbers in it, which no π₀ ever reads")
     assert not SafetensorsFile(tmp_path / "out/model.safetensors").read(UNUSED).any()
     assert not [check for check in verify(source).checks if check.name == "embeddings"]
 
 
+def test_files_and_statistics_that_stay_behind_are_told(lerobot061: Callable[..., Path], tmp_path: Path) -> None:
+    source = lerobot061()
+    (source / "train_config.json").write_text("{}")
+    config, stats = told(to(source, tmp_path / "there", "openpi-pytorch"), "left out")
+    assert config.startswith("train_config.json, which says how LeRobot trained it")
+    assert stats.startswith("count, max, min of LeRobot's statistics, by which neither system normalises")
+
+
 def test_nothing_is_told_where_nothing_is_left_out(lerobot061: Callable[..., Path], tmp_path: Path) -> None:
-    assert told(to(lerobot061(), tmp_path / "out", "openpi"), "left out") == []
+    to(lerobot061(), tmp_path / "there", "lerobot")
+    assert told(to(tmp_path / "there", tmp_path / "out", "openpi"), "left out") == []
+
+
+@pytest.mark.parametrize(("kind", "says"), [("pi0", "the average (EMA) that is served, and not the raw"), ("pi05", "")])
+def test_a_train_state_that_stays_behind_is_told(openpi_goldens: Path, tmp_path: Path, kind: str, says: str) -> None:
+    done = to(openpi_goldens / f"openpi_ckpt_{kind}_tiny.tar.gz", tmp_path / "out", "openpi")
+    (text,) = told(done, "left out")
+    assert text.startswith("train_state/, so no run can go on from what is written.")
+    assert says in text if says else "average" not in text
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
@@ -389,3 +435,22 @@ def test_room_is_asked_for_all_that_is_written(
     file = tmp_path / "out/model.safetensors"
     header = int.from_bytes(file.read_bytes()[:8], "little")
     assert size == file.stat().st_size - 8 - header
+
+
+# --- Forms that are not read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("adapter_model.safetensors", r"adapter_model\.safetensors is of PEFT's adapters, .*merge_and_unload"),
+        ("pytorch_model.bin", r"pytorch_model\.bin is pickled, .* save it by safetensors\.torch\.save_model"),
+        ("notes.txt", r"model\.safetensors"),
+    ],
+)
+def test_weights_in_other_forms_are_refused_with_their_own_remedy(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / name).write_bytes(b"\0" * 16)
+    for path in (tmp_path / "policy", tmp_path / "policy" / name):
+        with pytest.raises(UserError, match=says), open_checkpoint(path):
+            pass

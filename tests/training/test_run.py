@@ -9,6 +9,7 @@ import pytest
 from pistar.config import AcrlpdConfig
 from pistar.data.rewards import FromColumn
 from pistar.errors import UserError
+from pistar.presets import MODELS
 from pistar.training.config import BcConfig, RLTrainConfig
 from pistar.training.run import prepare
 from small_run import small_run
@@ -70,3 +71,21 @@ def test_imitation_needs_no_labels(config: RLTrainConfig) -> None:
     imitating = dataclasses.replace(config, algorithm=BcConfig())
     run = prepare(with_data(imitating, success=FromColumn("no.such.column")), dry=True)
     assert run.episodes[1] > 0
+
+
+@pytest.mark.parametrize(("horizon", "told"), [(10, ()), (6, ("model.action_horizon is 6",))])
+def test_a_horizon_other_than_the_checkpoints_is_told(
+    config: RLTrainConfig, pytorch_goldens: Path, horizon: int, told: tuple[str, ...]
+) -> None:
+    checkpoint = str(pytorch_goldens / "lerobot_pi0_tiny")
+    model = dataclasses.replace(MODELS["pi0_tiny"], action_horizon=horizon)
+    notes = prepare(dataclasses.replace(config, checkpoint=checkpoint, model=model), dry=True).notes
+    found = [note for note in notes if f"{checkpoint} was trained with 10" in note]
+    assert tuple(note.split(" and ")[0] for note in found) == told
+
+
+def test_another_kind_of_model_than_the_checkpoints_is_refused(config: RLTrainConfig, pytorch_goldens: Path) -> None:
+    checkpoint = str(pytorch_goldens / "lerobot061_pi05_tiny")
+    says = r"is a π₀\.₅ and this run's model is not .* --model\.pi05 --model\.max-token-len"
+    with pytest.raises(UserError, match=says):
+        prepare(dataclasses.replace(config, checkpoint=checkpoint, model=MODELS["pi0_tiny"]), dry=True)

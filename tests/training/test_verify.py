@@ -152,7 +152,8 @@ def test_damage_is_counted_and_the_rest_still_checked(pi0: Path) -> None:
     report = verify(pi0, action_dim=7)
     assert [check.name for check in report.checks if check.problems] == ["values", "train state", "action dim"]
     unreadable, sharding, train_state, _ = report.problems
-    assert re.search(r"parameter \S+ cannot be read .* byte range \[.*download it again\. \(\d+ more are", unreadable)
+    says = r"parameter \S+ cannot be read .* byte range \[.*download it again \(\d+ more are like it\)\.$"
+    assert re.search(says, unreadable)
     assert "_sharding is damaged" in sharding
     assert "train_state/manifest.ocdbt is missing" in train_state
 
@@ -209,8 +210,19 @@ def test_missing_norm_stats_are_a_problem(pi0: Path) -> None:
     report = verify(pi0)
     problem = only_problem(report, "norm stats")
     assert "has no assets/<asset_id>/norm_stats.json; without them" in problem
-    assert "copy the training run's assets folder" in problem
+    assert "copy the training run's assets folder beside params." in problem
     assert report.facts["robots"] == "unknown, no norm stats"
+
+
+def test_missing_norm_stats_are_asked_for_where_the_dialect_keeps_them(pytorch_goldens: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    shutil.copy(pytorch_goldens / "openpi_pt_pi0_tiny.safetensors", weights)
+    assert "assets folder beside model.safetensors." in only_problem(verify(weights, vision_heads=4), "norm stats")
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(pytorch_goldens / "lerobot_pi0_tiny" / name, tmp_path / name)
+    problem = only_problem(verify(tmp_path), "norm stats")
+    assert "has no policy_preprocessor.json with its safetensors, nor assets/" in problem
+    assert "so copy the whole folder again." in problem
 
 
 def test_broken_norm_stats_are_a_problem(pi0: Path) -> None:

@@ -17,10 +17,12 @@ from pistar.data.safetensors_file import SafetensorsFile, write_safetensors
 from pistar.errors import UserError
 
 CONFIG_FILE = "config.json"
+TRAIN_CONFIG_FILE = "train_config.json"
 CARRIED_FILE = "lerobot.json"
 """Ours: what another dialect has no place for, kept beside its weights for the way back."""
 TOKENIZER = "google/paligemma-3b-pt-224"
 """By its name on the hub, which is how LeRobot knows it."""
+_READ_STATS = ("mean", "std", "q01", "q99")
 _PREPROCESSOR, _POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 _FEATURES = {"state": "observation.state", "actions": "action"}
 _IMAGES = "observation.images."
@@ -48,7 +50,9 @@ class LeRobotPolicy:
 
 
 def says_lerobot(folder: Path) -> bool:
-    """Whether there are settings that only LeRobot writes."""
+    """Whether there are settings or processors that only LeRobot writes."""
+    if (folder / f"{_PREPROCESSOR}.json").exists():
+        return True
     try:
         return "type" in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -130,7 +134,7 @@ def read_stats(folder: Path) -> dict[str, NormStats]:
     for key, feature in _FEATURES.items():
         arrays = {
             name: file.read(f"{feature}.{name}").astype(np.float64)
-            for name in ("mean", "std", "q01", "q99")
+            for name in _READ_STATS
             if f"{feature}.{name}" in file.tensors
         }
         if "mean" not in arrays or "std" not in arrays:
@@ -141,6 +145,15 @@ def read_stats(folder: Path) -> dict[str, NormStats]:
     return stats
 
 
+def unread_stats(folder: Path) -> list[str]:
+    """Kinds of numbers among its statistics that OpenPI's do not have, as min and max."""
+    path = stats_file(folder)
+    if path is None or not path.exists():
+        return []
+    kinds = (name.removeprefix(f"{f}.") for name in SafetensorsFile(path).tensors for f in _FEATURES.values())
+    return sorted({kind for kind in kinds if "." not in kind} - set(_READ_STATS))
+
+
 def _check_way_back(folder: Path, path: Path | None) -> None:
     """Refuse a policy whose actions are brought back to the robot's units by other numbers than they came from."""
     after = folder / f"{_POSTPROCESSOR}.json"
@@ -149,7 +162,7 @@ def _check_way_back(folder: Path, path: Path | None) -> None:
     if path is None or not path.exists() or not named or not (folder / str(named[0])).exists():
         return
     there, back, feature = SafetensorsFile(path), SafetensorsFile(folder / str(named[0])), _FEATURES["actions"]
-    for name in ("mean", "std", "q01", "q99"):
+    for name in _READ_STATS:
         tensor = f"{feature}.{name}"
         both = tensor in there.tensors and tensor in back.tensors
         if both and not np.array_equal(there.read(tensor), back.read(tensor)):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from pistar.data.safetensors_file import check_fetched
 from pistar.errors import UserError
 
 Norm = Literal["zscore", "quantile"]
@@ -112,6 +113,8 @@ def load_norm_stats(path: Path) -> dict[str, NormStats]:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {remedy}") from None
     except (OSError, ValueError) as error:
+        if isinstance(error, ValueError):
+            check_fetched(path)
         raise UserError(f"{path} cannot be read as JSON ({error}); {remedy}") from None
     try:
         return {key: _from_json(entry) for key, entry in content["norm_stats"].items()}

@@ -114,7 +114,7 @@ class Checkpoint:
         """LeRobot's settings: its own, or those that were carried along when it was converted."""
         if self.step is None:
             return None
-        if self.dialect == "lerobot" and lerobot_policy.says_lerobot(self.step):
+        if self.dialect == "lerobot" and (self.step / lerobot_policy.CONFIG_FILE).exists():
             return lerobot_policy.read_policy(self.step)
         return lerobot_policy.read_carried(self.step)
 
@@ -185,11 +185,14 @@ def open_checkpoint(path: str | Path, *, vision_heads: int | None = None) -> Ite
         if remote := re.match(r"(\w+):/+(.*)", str(path)):  # a Path has lost the second slash
             address = "://".join(remote.groups())
             raise UserError(f"{address} is a remote address; download it first, for example with `gsutil -m cp -r`.")
-        raise UserError(f"{path} does not exist; name a checkpoint folder (with params/ in it) or its .tar.gz.")
+        raise UserError(
+            f"{path} does not exist; name a checkpoint folder (with params/ or {WEIGHTS_FILE} in it) or its .tar.gz."
+        )
     if path.is_dir():
         # Without "..", which Orbax's files do not take.
         yield _find(Path(os.path.abspath(path)), str(path), vision_heads)
         return
+    _check_form(path)
     if path.suffix == ".safetensors":
         yield _torch_checkpoint(path.absolute(), vision_heads)
         return
@@ -205,7 +208,8 @@ def open_checkpoint(path: str | Path, *, vision_heads: int | None = None) -> Ite
 def _unpack(archive: Path, folder: Path) -> None:
     if archive.suffix not in (".tar", ".gz", ".tgz", ".xz", ".bz2"):
         raise UserError(
-            f"{archive} is neither a folder nor a tar archive by its name; name a checkpoint folder or its .tar.gz."
+            f"{archive} is by its name neither a folder nor a {WEIGHTS_FILE} nor a tar archive; name a checkpoint "
+            "folder, its .tar.gz or its weights."
         )
     try:
         with tarfile.open(archive) as tar:
@@ -239,6 +243,8 @@ def _find(folder: Path, name: str, vision_heads: int | None) -> Checkpoint:
         )
     steps = _steps_below(folder, _DEPTH)
     if not steps:
+        for path in sorted(folder.iterdir()):
+            _check_form(path)
         raise UserError(
             f"{name} holds neither a params folder nor a {WEIGHTS_FILE}; name a step folder of an OpenPI or pistar "
             "run, or a pretrained_model folder of LeRobot's."
@@ -247,6 +253,20 @@ def _find(folder: Path, name: str, vision_heads: int | None) -> Checkpoint:
         found = ", ".join(step.relative_to(folder).as_posix() for step in steps)
         raise UserError(f"{name} holds {len(steps)} checkpoints ({found}); name the one you mean.")
     return _find(steps[0], name, vision_heads)
+
+
+def _check_form(path: Path) -> None:
+    """Refuse weights that others keep in a form of their own."""
+    if path.name in ("adapter_config.json", "adapter_model.safetensors"):
+        raise UserError(
+            f"{path} is of PEFT's adapters, which are not the policy's weights; put them into the model they adapt "
+            f"(merge_and_unload in PEFT), save that and name its folder with {WEIGHTS_FILE}."
+        )
+    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise UserError(
+            f"{path} is pickled, and reading it would run what is in it; pistar reads {WEIGHTS_FILE}: load it in "
+            "PyTorch and save it by safetensors.torch.save_model."
+        )
 
 
 def _torch_checkpoint(file: Path, vision_heads: int | None) -> Checkpoint:

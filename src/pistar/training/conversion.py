@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pistar.config import DType, Pi0Config, gemma_variant
-from pistar.data.lerobot_policy import read_divisors
+from pistar.data.lerobot_policy import TRAIN_CONFIG_FILE, read_divisors, unread_stats
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import find_misfits
@@ -95,6 +95,8 @@ class Source:
     horizon_known: bool
     left_out: tuple[str, ...]
     """Tensors with numbers in them that the model has no place for, as the file names them."""
+    left_behind: tuple[str, ...]
+    """What else of the folder is not written anew, and why that is no loss or which; a sentence each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,8 @@ def convert(
     path: str | Path, out: Path, wanted: Wanted, progress: Progress = lambda what, done, total: None
 ) -> Conversion:
     """Write the checkpoint at `path` anew as `out`, in the dialect that is wanted."""
+    if out.is_file():
+        raise UserError(f"{out} is a file; name a new folder.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not empty; name a new folder.")
     if wanted.asset_id is not None and (Path(wanted.asset_id).is_absolute() or ".." in Path(wanted.asset_id).parts):
@@ -187,7 +191,24 @@ def _look(checkpoint: Checkpoint, wanted: Wanted) -> Source:
     horizon_known = wanted.action_horizon is not None or contract is not None or checkpoint.horizon_known
     left_out = () if checkpoint.torch is None else checkpoint.torch.left_out()
     config = _complete(checkpoint, config, contract, wanted)
-    return Source(checkpoint, contract, config, leaves, stats, asset_id, norm, horizon_known, left_out)
+    left_behind = tuple(_left_behind(checkpoint))
+    return Source(checkpoint, contract, config, leaves, stats, asset_id, norm, horizon_known, left_out, left_behind)
+
+
+def _left_behind(checkpoint: Checkpoint) -> Iterator[str]:
+    if checkpoint.train_state is not None:
+        try:
+            averaged = checkpoint.averaged
+        except UserError:  # a damaged one is left behind all the same
+            averaged = None
+        taken = " params/ is taken, the average (EMA) that is served, and not the raw weights." if averaged else ""
+        yield f"train_state/, so no run can go on from what is written.{taken}"
+    if checkpoint.dialect != "lerobot" or checkpoint.step is None:
+        return
+    if (checkpoint.step / TRAIN_CONFIG_FILE).exists():
+        yield f"{TRAIN_CONFIG_FILE}, which says how LeRobot trained it: keep the source if you need it."
+    if unread := unread_stats(checkpoint.step):
+        yield f"{', '.join(unread)} of LeRobot's statistics, by which neither system normalises a π₀."
 
 
 def _complete(checkpoint: Checkpoint, config: Pi0Config, contract: Contract | None, wanted: Wanted) -> Pi0Config:
@@ -213,9 +234,14 @@ def _complete(checkpoint: Checkpoint, config: Pi0Config, contract: Contract | No
         config = dataclasses.replace(
             config, action_horizon=wanted.action_horizon or config.action_horizon, cameras=cameras
         )
-    if wanted.merge_lora:
-        config = with_known_alphas(config, trained, {"vlm": wanted.vlm_alpha, "expert": wanted.expert_alpha})
-    return config
+    alphas = {"vlm": wanted.vlm_alpha, "expert": wanted.expert_alpha}
+    for name, alpha in alphas.items():
+        if alpha is not None and (not wanted.merge_lora or getattr(config, name).lora is None):
+            why = (
+                f"{name} has no adapters: leave it out" if wanted.merge_lora else "nothing is merged: add --merge-lora"
+            )
+            raise UserError(f"--{name}-alpha is {alpha:g}, by which adapters are merged, but {why}.")
+    return with_known_alphas(config, trained, alphas) if wanted.merge_lora else config
 
 
 def _check_complete(where: Path, leaves: Sequence[Leaf], config: Pi0Config) -> None:
@@ -261,7 +287,7 @@ def _check_space(out: Path, size: int) -> None:
     free = disk_usage(parent).free
     if free < size:
         raise UserError(
-            f"{out} would take {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there; "
+            f"{out} would take {size / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free there; "
             "make room, or write elsewhere."
         )
 
@@ -284,7 +310,7 @@ def _written_or_not(out: Path, size: int) -> Iterator[Path]:
                 raise
             raise UserError(
                 f"{out} is not written: the disk gave out ({reason}) and nothing of it is left; "
-                f"make room for {size / 1e9:.2f} GB, or write elsewhere."
+                f"make room for {size / 1e6:,.0f} MB, or write elsewhere."
             ) from error
 
 

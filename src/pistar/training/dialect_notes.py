@@ -1,20 +1,22 @@
 """What another system does differently whatever the weights, so that nobody looks for it in them.
 
-Measured by running OpenPI and LeRobot 0.4.4 and 0.6.1 on the same small models, unless it says "read".
+Measured by running OpenPI and LeRobot 0.4.4 and 0.6.1 on the same small models, unless it says that the code reads so.
 """
 
 import dataclasses
 
 import numpy as np
 
-from pistar.data.lerobot_policy import CARRIED_FILE, TOKENIZER
-from pistar.data.norm_stats import EPSILON
+from pistar.data.lerobot_policy import CARRIED_FILE, CONFIG_FILE, TOKENIZER
+from pistar.data.norm_stats import EPSILON, Norm
 from pistar.models.pytorch_names import UNUSED
 from pistar.training.conversion import Conversion
 from pistar.training.pytorch_weights import Dialect
 
 _UNLIKE = 0.01
 """From which part on a difference between two divisors is worth a word."""
+
+_NORMALISED_BY: dict[Norm, str] = {"zscore": "z-scores", "quantile": "quantiles"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Note:
 def differences(done: Conversion) -> list[Note]:
     """Between the system the checkpoint comes from and the one it goes to."""
     dialects: set[Dialect] = {done.source.checkpoint.dialect, done.wanted.dialect}
-    notes = []
+    notes = [] if (useless := cannot_load(done)) is None else [useless]  # first, for the rest then matters little
     if "openpi" in dialects and len(dialects) > 1:
         notes += [
             Note("time embedding", "float32 in JAX, float64 in PyTorch: moved a small model's actions by 1e-4."),
@@ -46,6 +48,13 @@ def differences(done: Conversion) -> list[Note]:
     return [*notes, *_assumptions(done)]
 
 
+def cannot_load(done: Conversion) -> Note | None:
+    """Where what was written is of no use to the system it was written for."""
+    if done.wanted.dialect != "lerobot" or None not in done.config_variants:
+        return None
+    return Note("sizes", "LeRobot knows only gemma_2b with gemma_300m, which this is not: it cannot load this folder.")
+
+
 def _lerobot_notes(done: Conversion) -> list[Note]:
     pi05 = done.config.pi05
     prompt = (
@@ -53,7 +62,7 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
         "with 0.4.4 the model reads a prompt it was not trained on."
         if pi05
         else "LeRobot appends the newline and tokenises once; OpenPI strips the task, turns _ into a space and "
-        "tokenises the newline by itself (read): give tasks without underscores or spaces at their ends."
+        "tokenises the newline by itself (so its code reads): give tasks without underscores or spaces at their ends."
     )
     size = done.config.image_size
     notes = [
@@ -74,7 +83,8 @@ def _lerobot_notes(done: Conversion) -> list[Note]:
         Note("tokenizer", f"LeRobot takes {TOKENIZER} from the hub, by name; OpenPI a file."),
         Note(
             "training in LeRobot",
-            "its loss is over the robot's own action dimensions (OpenPI: all), its weight decay 0.01 (1e-10) (read).",
+            "so the code of both reads: its loss is over the robot's own action dimensions (OpenPI: all), its weight "
+            "decay 0.01 (1e-10).",
         ),
     ]
     unlike = _unlike_divisors(done)
@@ -119,12 +129,8 @@ def _unlike_divisors(done: Conversion) -> list[str]:
 def _robot_notes(done: Conversion) -> list[Note]:
     """What the robot's transforms did, which LeRobot has not."""
     contract, notes = done.source.contract, []
-    if any(variant is None for variant in done.config_variants):
-        notes.append(
-            Note("sizes", "LeRobot knows only gemma_2b with gemma_300m, which this is not: it cannot load this folder.")
-        )
     if contract is None:
-        return notes
+        return []
     relative = [str(i) for i, delta in enumerate(contract.delta_mask or ()) if delta]
     if relative:
         notes.append(
@@ -156,12 +162,26 @@ def _robot_notes(done: Conversion) -> list[Note]:
 
 def _assumptions(done: Conversion) -> list[Note]:
     source, notes = done.source, []
+    if source.checkpoint.dialect == "lerobot" and source.checkpoint.lerobot is None and source.contract is None:
+        notes.append(
+            Note(
+                "missing",
+                f"LeRobot's {CONFIG_FILE} is not beside the weights: prompts of {done.config.max_token_len} tokens, "
+                f"normalisation by {_NORMALISED_BY[source.norm]} and cameras {', '.join(done.config.cameras)} are "
+                "OpenPI's defaults. Copy the whole pretrained_model folder and run this again.",
+            )
+        )
     if not source.horizon_known:
+        remedy = (
+            "say so where the checkpoint is used: --action-horizon N of `pistar export` and `pistar eval`"
+            if done.wanted.dialect == "openpi"  # which has no place for it
+            else "run `pistar export` again with --action-horizon N"
+        )
         notes.append(
             Note(
                 "assumed",
                 f"no weight shows the action horizon; {done.config.action_horizon} is OpenPI's default. If it is "
-                "another, say so where the checkpoint is used: --action-horizon of `pistar export` and `pistar eval`.",
+                f"another, {remedy}.",
             )
         )
     if not source.stats:
@@ -180,13 +200,14 @@ def _settings_notes(done: Conversion) -> list[Note]:
         return []
     notes = []
     if done.wanted.dialect != "lerobot":
-        by = "quantiles" if policy.norm == "quantile" else "z-scores"
+        by = _NORMALISED_BY[policy.norm]
         notes.append(
             Note(
                 "to say from now on",
                 f"LeRobot's config.json says action horizon {policy.action_horizon}, prompts of {policy.max_token_len} "
                 f"tokens, normalisation by {by}, cameras {', '.join(policy.cameras) or 'none'} in this order; OpenPI's "
-                f"checkpoints hold none of it but, in PyTorch, the horizon: give it to `pistar train`. "
+                f"checkpoints hold none of it but, in PyTorch, the horizon: give it to `pistar train` "
+                f"(--model.action-horizon {policy.action_horizon}). "
                 f"{CARRIED_FILE} keeps it for the way back.",
             )
         )
@@ -202,8 +223,8 @@ def _settings_notes(done: Conversion) -> list[Note]:
 
 
 def _unused_notes(done: Conversion) -> list[Note]:
-    """Tensors that were left behind."""
-    notes = []
+    """Tensors and files that were left behind."""
+    notes = [Note("left out", text) for text in done.source.left_behind]
     for name in done.source.left_out:
         if name.endswith(UNUSED):
             text = (

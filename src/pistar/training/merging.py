@@ -73,13 +73,20 @@ def with_known_alphas(weights: Pi0Config, trained: Pi0Config | None, alphas: Map
         elif usual is not None and usual.rank == found.lora.rank:
             lora = usual
         else:
-            raise UserError(
-                f"the adapters of {name} have rank {found.lora.rank} and an alpha that no weight shows, nor are they "
-                f"one of OpenPI's variants; say what they were trained with: --{name}-alpha ALPHA."
-            )
+            unknown[name] = found.lora.rank
+            return found
         return dataclasses.replace(found, lora=lora)
 
-    return dataclasses.replace(weights, vlm=expert("vlm"), expert=expert("expert"))
+    unknown: dict[str, int] = {}
+    config = dataclasses.replace(weights, vlm=expert("vlm"), expert=expert("expert"))
+    if unknown:
+        told = " and ".join(f"{name} (rank {rank})" for name, rank in unknown.items())
+        options = " ".join(f"--{name}-alpha ALPHA" for name in unknown)
+        raise UserError(
+            f"the adapters of {told} have an alpha that no weight shows, nor are they one of OpenPI's variants; say "
+            f"what they were trained with: {options}."
+        )
+    return config
 
 
 def merge_adapters(leaves: Sequence[Leaf], config: Pi0Config) -> tuple[list[Leaf], Pi0Config]:

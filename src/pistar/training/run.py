@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray
 from pistar.agents.acrlpd import Acrlpd
 from pistar.agents.flow_bc import FlowBC
 from pistar.agents.ript import Ript
-from pistar.config import AcrlpdConfig, RiptConfig
+from pistar.config import AcrlpdConfig, Pi0Config, RiptConfig
 from pistar.data.dataset_stats import DatasetPart, norm_stats_of
 from pistar.data.frame_pool import FramePool
 from pistar.data.frames import Frames, open_frames, progress_bar
@@ -32,7 +32,7 @@ from pistar.data.source import (
 from pistar.data.transforms import flatten
 from pistar.data.weights import read_weights
 from pistar.errors import UserError
-from pistar.models.inspect import config_differences, infer_config
+from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, open_checkpoint
@@ -108,8 +108,9 @@ def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
         norm_kind=config.norm_kind,
         norm_stats_sha256=norm_stats_hash(stats),
     )
+    notes = check_norm_stats(stats, config.norm_kind)
     if config.checkpoint is not None:
-        _check_checkpoint(config.checkpoint, contract, tokenizer)
+        notes = [*notes, *_check_checkpoint(config.checkpoint, contract, tokenizer)]
     inputs = ModelInputs(
         robot,
         stats,
@@ -119,7 +120,7 @@ def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
         config.model.image_size,
         discrete_state=contract.prompt_format == "pi05",
     )
-    return Ground(inputs, contract, stats, stats_from, tuple(check_norm_stats(stats, config.norm_kind)))
+    return Ground(inputs, contract, stats, stats_from, tuple(notes))
 
 
 def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
@@ -396,12 +397,12 @@ def _norm_stats(
     return stats, "the episodes trained on", asset_id
 
 
-def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer) -> None:
-    """Refuse weights that were made for something else."""
+def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer) -> list[str]:
+    """Refuse weights that were made for something else, and tell where they were trained a little otherwise."""
     with open_checkpoint(path) as checkpoint:
         _check_sizes(path, checkpoint, contract)
         if checkpoint.contract is None:
-            return
+            return _horizon_notes(path, contract, checkpoint.model if checkpoint.horizon_known else None)
         theirs = read_contract(checkpoint.contract)
     check_same_tokenizer(tokenizer, theirs.tokenizer_sha256)
     for name in ("robot", "state_dim", "action_dim", "delta_mask", "prompt_format", "norm_kind", "norm_stats_sha256"):
@@ -411,6 +412,18 @@ def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer)
                 f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
                 "else to it: use its own, or delete its contract.json if you mean to teach it anew."
             )
+    return _horizon_notes(path, contract, theirs.model)
+
+
+def _horizon_notes(path: str, contract: Contract, trained: Pi0Config | None) -> list[str]:
+    """No weight depends on the horizon, so another one is possible; but the policy has to learn it."""
+    ours = contract.model.action_horizon
+    if trained is None or trained.action_horizon == ours:
+        return []
+    return [
+        f"model.action_horizon is {ours} and {path} was trained with {trained.action_horizon}, so it has to learn "
+        f"chunks of another length; if you do not mean that, give --model.action-horizon {trained.action_horizon}"
+    ]
 
 
 def _check_sizes(path: str, checkpoint: Checkpoint, contract: Contract) -> None:
@@ -424,6 +437,12 @@ def _check_sizes(path: str, checkpoint: Checkpoint, contract: Contract) -> None:
     differing = [d for d in config_differences(contract.model, weights) if "lora" not in d[0]]
     if differing:
         field, ours, theirs = differing[0]
+        if field == "pi05":
+            options = "--model.pi05 --model.max-token-len 200" if theirs else "--model.no-pi05 --model.max-token-len 48"
+            raise UserError(
+                f"{path} is a {MODEL_NAMES[weights.model_type]} and this run's model is not (model.pi05 is {ours}); "
+                f"choose a preset of that model, or give {options}."
+            )
         raise UserError(
             f"model.{field} is {ours} but {path} has {theirs}; choose the preset of the checkpoint's model."
         )

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from pistar.config import LORA_VARIANTS, GemmaConfig, Pi0Config, gemma_variant
+from pistar.data.lerobot_policy import CONFIG_FILE
 from pistar.data.norm_stats import Norm, NormStats, check_norm_stats
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, ModelType, find_misfits, name_some
@@ -81,6 +82,7 @@ def verify(
             _check_parameters(structs, config),
             _check_values(checkpoint, leaves, progress),
             _check_left_out(checkpoint),
+            _check_settings(checkpoint),
             _check_train_state(checkpoint),
             norm_check,
             contract_check,
@@ -126,8 +128,8 @@ def _check_values(checkpoint: Checkpoint, leaves: Sequence[Leaf], progress: Prog
         except UserError as error:
             unreadable.append(str(error))
     progress(len(leaves), len(leaves))
-    rest = f" ({len(unreadable) - 1} more are like it.)" if len(unreadable) > 1 else ""
-    problems = [problem + rest for problem in unreadable[:1]]
+    rest = f" ({len(unreadable) - 1} more are like it)" if len(unreadable) > 1 else ""
+    problems = [f"{problem.removesuffix('.')}{rest}." for problem in unreadable[:1]]
     sharding = checkpoint.params / "_sharding"
     try:
         json.loads(sharding.read_text(encoding="utf-8")) if sharding.exists() else None
@@ -157,15 +159,30 @@ def _check_left_out(checkpoint: Checkpoint) -> Check | None:
     )
 
 
+def _check_settings(checkpoint: Checkpoint) -> Check | None:
+    """LeRobot's, which say what no weight shows."""
+    if checkpoint.dialect != "lerobot":
+        return None
+    missing = (
+        f"{checkpoint.step} has no {CONFIG_FILE}, so LeRobot cannot load it, and horizon, prompt length, cameras and "
+        "normalisation are guessed; copy the whole pretrained_model folder."
+    )
+    return Check("settings", f"{CONFIG_FILE} is LeRobot's", () if checkpoint.lerobot else (missing,))
+
+
 def _check_norm_stats(
     checkpoint: Checkpoint, kind: Norm, action_dim: int
 ) -> tuple[dict[str, dict[str, NormStats]], Check]:
     stats: dict[str, dict[str, NormStats]] = {}
     problems, notes = [], []
     if not checkpoint.norm_stats:
+        theirs = "policy_preprocessor.json with its safetensors, nor " if checkpoint.dialect == "lerobot" else ""
+        copy = (
+            "the whole folder again" if theirs else f"the training run's assets folder beside {checkpoint.params.name}"
+        )
         problems.append(
-            f"{checkpoint.step or checkpoint.params} has no assets/<asset_id>/norm_stats.json; without them the robot "
-            "gets actions in the wrong units, so copy the training run's assets folder beside params."
+            f"{checkpoint.step or checkpoint.params} has no {theirs}assets/<asset_id>/norm_stats.json; without them "
+            f"the robot gets actions in the wrong units, so copy {copy}."
         )
     for asset_id in checkpoint.norm_stats:
         try:
