@@ -131,8 +131,8 @@ def test_two_hosts_learn_what_one_would_from_the_lessons_of_both(done: Path, che
     own = [[bool(batch.valid[~batch.demonstration].any()) for batch in batches] for batches in hosts]
     assert own == [[True] * 4, [False, False, True, True]], "two updates in each iteration"
     assert all(batch.demonstration.sum() == 2 for batches in hosts for batch in batches)
-    shown = [batches[0].actions[batches[0].demonstration] for batches in hosts]
-    assert not np.array_equal(*shown), "each host has demonstrations of its own"
+    shown = [np.asarray(batches[0].actions)[batches[0].demonstration] for batches in hosts]
+    assert not np.array_equal(shown[0], shown[1]), "each host has demonstrations of its own"
     update = jax.jit(agent.update)
 
     def learnt(batches: list[RiptBatch]) -> dict[str, np.ndarray]:

@@ -266,7 +266,8 @@ def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path
 def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_time(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    _sample.clear_cache()
+    program: Any = _sample
+    program.clear_cache()
 
     def lines_of(name: str) -> list[dict[str, Any]]:
         config = small_practice(checkpoint, tmp_path / name, overlap=True, evaluate_every=0)
@@ -275,7 +276,7 @@ def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_t
     once, again = lines_of("one"), lines_of("two")
     assert [line["practice/policy_age"] for line in once[1:]] == [0, 1, 1]
     assert once == again
-    assert _sample._cache_size() == 1, "it is compiled once more for the thread beside"
+    assert program._cache_size() == 1, "it is compiled once more for the thread beside"
 
 
 def test_between_checkpoints_nothing_is_practised_ahead(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
@@ -353,6 +354,8 @@ def test_bad_settings_are_one_error_before_anything_is_built(checkpoint: Path, t
     refused("begins from a policy", dataclasses.replace(config, checkpoint=None))
     refused("held-out start states; take fewer", with_online(evaluate_episodes=101))
     refused("chunks have 5 actions", with_online(execute=6))
+    shown = dataclasses.replace(config.data, datasets=("demos",))
+    refused(r"demonstrations is 0.1, none of the 4 rows", dataclasses.replace(with_online(), data=shown, batch_size=4))
     with pytest.raises(UserError, match="replay is best, whose successes have weights"):
         dataclasses.replace(config, algorithm=RiptConfig(weighting="exp"))
 
