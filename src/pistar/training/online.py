@@ -172,7 +172,8 @@ def train(
                     if back_to_good(online.health, course, iteration, wrong, events):
                         state = state_of(course.good)
                 else:
-                    course.rollbacks = 0
+                    if found or not online.evaluate_every:  # a collapse is not seen before it is judged
+                        course.rollbacks = 0
                     course.weight_norm = course.weight_norm or measured.get("learning/weight_norm")
                     if found:
                         take_note(course, iteration, found, online.min_gain)
