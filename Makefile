@@ -29,11 +29,11 @@ demo: setup
 	$(BIN)/pistar demo --out demo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Counting lines makes the tests a third longer, so it is asked for.
 coverage: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 lint: setup
 	$(BIN)/ruff check .

@@ -481,7 +481,6 @@ def scheduled() -> Run:
     return run(agent_of(critic_warmup=2, actor_delay=2, critic_updates=2, target_ess=0.9, ema_decay=0.75), 5)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_policy_waits_for_the_critic_and_then_takes_its_turns() -> None:
     done = scheduled()
     moved = [not same(a.policy, b.policy) for a, b in zip(done.states[:-1], done.states[1:], strict=True)]
@@ -494,7 +493,6 @@ def test_policy_waits_for_the_critic_and_then_takes_its_turns() -> None:
     assert all(np.isfinite(value) for value in done.metrics[2].values())
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_an_update_tells_what_it_did() -> None:
     assert set(scheduled().metrics[2]) == {
         *("critic_loss", "q_mean", "target_mean", "target_clipped", "q_best_minus_mean", "critic_gradient_norm"),
@@ -503,7 +501,6 @@ def test_an_update_tells_what_it_did() -> None:
     }
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_average_and_target_follow_by_their_rates() -> None:
     done = scheduled()
     before, after = done.states[2].policy, done.states[3].policy
@@ -513,7 +510,6 @@ def test_average_and_target_follow_by_their_rates() -> None:
         np.testing.assert_allclose(average, expected[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_the_target_critic_follows_the_critic_by_tau() -> None:
     before, after = plain().states[0], plain().states[1]
     for name, target in after.target_critic.items():
@@ -521,7 +517,6 @@ def test_the_target_critic_follows_the_critic_by_tau() -> None:
         np.testing.assert_allclose(target, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_temperature_moves_towards_the_wanted_effective_size_with_the_policys_turns() -> None:
     done = scheduled()
     log_betas = [float(s.log_beta) for s in done.states]
@@ -532,7 +527,6 @@ def test_temperature_moves_towards_the_wanted_effective_size_with_the_policys_tu
     assert log_betas[4] == log_betas[3]
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_the_critic_learns_first_and_the_policy_is_judged_by_what_it_knows_then() -> None:
     """The policy's first turn, taken apart."""
     done, batch = scheduled(), chunk_batch()
@@ -555,7 +549,6 @@ def test_the_critic_learns_first_and_the_policy_is_judged_by_what_it_knows_then(
         assert not np.isclose(found, advantage(other), rtol=1e-2)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_updates_are_the_same_to_the_bit_and_another_seed_is_another_run() -> None:
     first = scheduled()
     again = run(first.agent, 3)
@@ -570,7 +563,6 @@ def plain() -> Run:
     return run(agent_of(actor="bc", bc_scale=1.0, ema_decay=0.5), 2)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_td_teaches_the_policy_nothing() -> None:
     """Other rewards make another critic, and the same policy to the bit."""
     batch = dataclasses.replace(chunk_batch(), rewards=-jnp.asarray(chunk_batch().rewards))
@@ -579,7 +571,6 @@ def test_td_teaches_the_policy_nothing() -> None:
     assert same(plain().states[2].policy, other.states[2].policy)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_transitions_are_the_batchs_first_h_steps_in_the_robots_dims() -> None:
     """Rows of `chunk_batch`: whole; success in step 2; nothing to bootstrap from; two steps, then time ran out."""
     batch = chunk_batch()
@@ -595,7 +586,6 @@ def test_transitions_are_the_batchs_first_h_steps_in_the_robots_dims() -> None:
     np.testing.assert_array_equal(found.next_seen.state, batch.next_observations.state)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_the_policys_step_goes_down_the_gradient_of_the_whole_loss() -> None:
     """Through the prefix and directly: the two parts that the update takes apart, taken together here."""
     agent, start = plain().agent, plain().states[0]
@@ -615,7 +605,6 @@ def test_the_policys_step_goes_down_the_gradient_of_the_whole_loss() -> None:
         np.testing.assert_allclose(p, start.policy.trained[name] - 0.1 * expected[name], atol=2e-6, err_msg=name)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_augmentation_is_of_what_the_policy_and_the_critic_look_at_and_not_of_what_follows() -> None:
     done = run(agent_of(actor="bc", bc_scale=1.0, augmentation=True), 1)
     assert not same(done.states[1].policy.trained, plain().states[1].policy.trained)
@@ -625,7 +614,6 @@ def test_augmentation_is_of_what_the_policy_and_the_critic_look_at_and_not_of_wh
     np.testing.assert_allclose(told["target_mean"], usually["target_mean"], rtol=1e-6)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_imitation_draws_no_samples_and_asks_no_critic() -> None:
     assert set(plain().metrics[0]) == {
         *("critic_loss", "q_mean", "target_mean", "target_clipped", "q_best_minus_mean", "critic_gradient_norm"),
@@ -640,7 +628,6 @@ def test_imitation_draws_no_samples_and_asks_no_critic() -> None:
     assert scans(agent_of(actor="awr", flow_steps=7)) == 2
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_without_an_actor_the_critic_learns_and_the_policy_is_left_alone() -> None:
     done = run(agent_of(actor="none"), 2)
     assert same(done.states[0].policy, done.states[2].policy)
@@ -650,7 +637,6 @@ def test_without_an_actor_the_critic_learns_and_the_policy_is_left_alone() -> No
     np.testing.assert_array_equal(done.metrics[0]["critic_loss"], plain().metrics[0]["critic_loss"])
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_advantages_of_a_batch_are_its_chunks_values_over_those_of_the_policys_own() -> None:
     """Of windows that are whole; what takes the place of padding has its own test."""
     agent, batch = agent_of(actor="none"), chunk_batch()
@@ -664,7 +650,6 @@ def test_advantages_of_a_batch_are_its_chunks_values_over_those_of_the_policys_o
     assert np.std(found) > 1e-3
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_each_observation_is_read_once() -> None:
     """The vision tower cuts patches twice in an update, of s and of s'; its gradient cuts none."""
     for actor in ("awr", "best_of_n", "bc"):
@@ -672,7 +657,6 @@ def test_each_observation_is_read_once() -> None:
         assert str(program).count("window_strides=(14, 14)") == 2
 
 
-@pytest.mark.xdist_group("acrlpd")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -688,7 +672,6 @@ def test_other_ways_update_everything(changes: dict[str, Any]) -> None:
     assert all(np.isfinite(value) for value in done.metrics[0].values())
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_adapters_of_a_pi05_in_bfloat16_learn_and_the_rest_of_the_language_model_keeps_every_bit() -> None:
     adapters = LoraConfig(rank=2, alpha=2.0)
     model = dataclasses.replace(
@@ -717,7 +700,6 @@ def test_adapters_of_a_pi05_in_bfloat16_learn_and_the_rest_of_the_language_model
     assert all("llm" not in name or "lora" in name for name in after.policy.trained)
 
 
-@pytest.mark.xdist_group("acrlpd")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -769,7 +751,6 @@ def two_policies() -> tuple[Acrlpd, AcrlpdState, AcrlpdState]:
     return agent, other_trained, other_average
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_the_average_acts_proposes_and_is_saved() -> None:
     state = plain().states[2]
     agent, other_trained, other_average = two_policies()
@@ -820,7 +801,6 @@ def choices() -> dict[str, Array]:
     return found
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_acting_takes_the_candidate_the_critic_values_most_and_one_candidate_needs_no_critic() -> None:
     found = choices()
     best = found["q"].argmax(axis=1)
@@ -829,14 +809,12 @@ def test_acting_takes_the_candidate_the_critic_values_most_and_one_candidate_nee
     np.testing.assert_array_equal(found["alone"], found["one"][:, 0])
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_values_are_the_aggregate_of_the_members() -> None:
     found = choices()
     np.testing.assert_allclose(found["q"], found["members"].mean(axis=0), atol=1e-6)
     np.testing.assert_allclose(found["q_least"], found["members"].min(axis=0), atol=1e-6)
 
 
-@pytest.mark.xdist_group("acrlpd")
 def test_values_of_a_chunk_cut_short_ignore_its_padding() -> None:
     found = choices()
     assert np.isfinite(found["q_cut"]).all()

@@ -62,7 +62,6 @@ def run(case: str) -> Run:
 
 
 @pytest.mark.parametrize("case", ["pi0_tiny_lora", "pi05_tiny"])
-@pytest.mark.xdist_group("flow_bc")
 def test_updates_on_one_batch_bring_its_loss_down(case: str) -> None:
     losses = run(case).losses
     assert losses == sorted(losses, reverse=True)
@@ -70,7 +69,6 @@ def test_updates_on_one_batch_bring_its_loss_down(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["pi0_tiny_lora", "pi05_tiny"])
-@pytest.mark.xdist_group("flow_bc")
 def test_first_loss_is_the_models_own_weighted_on_the_keys_draws_and_augmented_pictures(case: str) -> None:
     agent, start = run(case).agent, run(case).start
     key = jax.random.key(0)
@@ -89,7 +87,6 @@ def test_first_loss_is_the_models_own_weighted_on_the_keys_draws_and_augmented_p
     np.testing.assert_allclose(run(case).losses[0], loss(start.trained | start.frozen), rtol=1e-5)
 
 
-@pytest.mark.xdist_group("flow_bc")
 def test_a_batch_in_parts_teaches_what_it_teaches_at_once() -> None:
     """In parts of one chunk each; the first has six valid steps, the others ten."""
     agent = FlowBC(goldens.config("pi05_tiny"), optax.sgd(1.0), ema_decay=None, augmentation=False)
@@ -103,7 +100,6 @@ def test_a_batch_in_parts_teaches_what_it_teaches_at_once() -> None:
         np.testing.assert_allclose(p, whole.trained[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.xdist_group("flow_bc")
 def test_average_follows_the_trained_parameters_and_is_what_is_served() -> None:
     trained = run("pi05_tiny")
     average = trained.start.trained
@@ -114,7 +110,6 @@ def test_average_follows_the_trained_parameters_and_is_what_is_served() -> None:
         np.testing.assert_allclose(served[name], expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.xdist_group("flow_bc")
 def test_adapters_train_and_frozen_weights_keep_every_bit() -> None:
     trained = run("pi0_tiny_lora")
     config, last = trained.agent.config, trained.states[-1]
@@ -128,7 +123,6 @@ def test_adapters_train_and_frozen_weights_keep_every_bit() -> None:
     assert sum(m.size for m in moments) < 2 * sum(p.size for p in last.trained.values()) + 10
 
 
-@pytest.mark.xdist_group("flow_bc")
 def test_a_frozen_vlm_factored_moments_and_a_small_average_still_train() -> None:
     config = dataclasses.replace(goldens.config("pi0_tiny"), freeze=("vision", "vlm"))
     constant = CosineSchedule(warmup_steps=0, peak_lr=1e-3, decay_steps=1, decay_lr=1e-3)
@@ -152,7 +146,6 @@ def test_a_frozen_vlm_factored_moments_and_a_small_average_still_train() -> None
         np.testing.assert_allclose(served[name].astype(jnp.float32), expected, rtol=2**-6, atol=2e-5)
 
 
-@pytest.mark.xdist_group("flow_bc")
 def test_acting_gives_a_chunk_of_the_models_shape_from_the_key_alone() -> None:
     trained = run("pi05_tiny")
     act = jax.jit(trained.agent.act)

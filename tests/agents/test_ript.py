@@ -19,8 +19,6 @@ from pistar.config import RiptConfig, Weighting
 from pistar.errors import UserError
 from pistar.models.pi0 import Params, bind, draw_noise_and_time
 
-pytestmark = pytest.mark.xdist_group("ript")
-
 KEY = jax.random.key(0)
 
 

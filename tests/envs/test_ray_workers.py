@@ -19,7 +19,6 @@ from pistar.envs.worker import Begin, Fault
 from pistar.errors import UserError
 
 ray = pytest.importorskip("ray", reason="needs ray")
-pytestmark = pytest.mark.xdist_group("ray")
 
 TOY = "envs.toy:make"
 LEFT, RIGHT = "envs.many:left", "envs.many:right"

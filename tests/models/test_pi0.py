@@ -114,7 +114,7 @@ def _with_gradient(loss: Callable[..., Any], config: Pi0Config, params: dict[str
     return rest, gradient
 
 
-@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.xdist_group(c)) for c in goldens.CASES])
+@pytest.fixture(scope="module", params=goldens.CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     name = request.param
     theirs = dict(goldens.arrays(f"outputs_{name}_float32"))
@@ -435,7 +435,6 @@ def _all_equations(jaxpr: Any) -> list[Any]:
     return [*jaxpr.eqns, *(eqn for sub in inner for eqn in _all_equations(sub))]
 
 
-@pytest.mark.xdist_group("pi0_tiny")
 def test_gradients_flow_through_the_prefix_unless_stopped() -> None:
     config, params = goldens.config("pi0_tiny"), goldens.params("pi0_tiny")
 

@@ -35,8 +35,6 @@ from pistar.training.run import _schedule_notes, first_params, first_state, make
 from pistar.training.sharding import state_sharding
 from pistar.types import ChunkBatch, Episode
 
-pytestmark = pytest.mark.xdist_group("acrlpd_online")
-
 HORIZON, EXECUTED, LIMIT = 5, 3, 12
 
 

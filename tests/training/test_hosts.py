@@ -18,8 +18,6 @@ from pistar.training.metrics import read_metrics
 from pistar.training.saving import saved_steps
 from several_hosts import finish, free_port, start_hosts
 
-pytestmark = pytest.mark.xdist_group("hosts")
-
 
 def start(folder: Path, hosts: int, *flags: str, **changes: object) -> "list[subprocess.Popen[str]]":
     """A small run, by so many."""

@@ -32,8 +32,6 @@ from pistar.training.sharding import make_mesh
 from practise_together import together
 from several_hosts import finish, start_hosts
 
-pytestmark = pytest.mark.xdist_group("hosts_online")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _nobody_is_given_up(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -43,8 +43,6 @@ from pistar.training.saving import saved_steps
 from pistar.training.verify import verify
 from small_run import LEROBOT, MODEL, small_run
 
-pytestmark = pytest.mark.xdist_group("offline")  # they share one compiled program
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

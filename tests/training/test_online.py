@@ -31,8 +31,6 @@ from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, HealthConfig, StartsConfig
 from small_practice import small_practice
 
-pytestmark = pytest.mark.xdist_group("online")
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,8 +26,6 @@ from pistar.training.sharding import make_mesh, state_sharding
 from pistar.training.weighing import Weighed, weigh
 from small_run import LEROBOT, small_run
 
-pytestmark = pytest.mark.xdist_group("weighing")
-
 
 @pytest.fixture(scope="module")
 def critic(tmp_path_factory: pytest.TempPathFactory) -> RLTrainConfig:
