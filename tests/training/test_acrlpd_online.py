@@ -147,10 +147,11 @@ def learner(practising: Practising) -> Iterator[AcrlpdLearner]:
 
 
 def fill(learner: AcrlpdLearner, episodes: Sequence[Episode]) -> ChunkBatch:
-    """Take them in; the batch after, own rows only."""
+    """Take them in; some batches after, own rows only."""
     assert learner.lessons([list(episodes)], 0) == sum(len(episode.actions) for episode in episodes)
-    batch = learner.loader.sample_batch(0)
-    own = np.asarray(batch.observations.state)[:, 9] < 1
+    batches = [learner.loader.sample_batch(update) for update in range(6)]
+    batch = jax.tree.map(lambda *rows: np.concatenate([np.asarray(each) for each in rows]), *batches)
+    own = batch.observations.state[:, 9] < 1
     rows: ChunkBatch = jax.tree.map(lambda rows: np.asarray(rows)[own], batch)
     return rows
 

@@ -46,8 +46,8 @@ def fresh_checkpoint(folder: Path) -> Path:
     return write_checkpoint(folder, 1, init_params(MODEL, jax.random.key(0)), {"libero": stats}, contract)
 
 
-def test_two_tasks_are_practised_together_and_learnt_from(tmp_path: Path) -> None:
-    """Nobody succeeds in ten steps, so weights are those of `exp`, by which failures among failures count, too."""
+def test_two_tasks_are_practised_together_and_what_ends_alike_teaches_nothing(tmp_path: Path) -> None:
+    """Nobody succeeds in ten steps, so no group differs, and the policy stays as it was."""
     preset = get_config("ript_libero_goal")
     online = dataclasses.replace(
         preset.online,
@@ -85,9 +85,9 @@ def test_two_tasks_are_practised_together_and_learnt_from(tmp_path: Path) -> Non
     for line in lines[1:]:
         assert line["practice/episodes"] == 4
         assert line["practice/environment_steps"] == 40
-        assert line["learning/chunks"] == 8, "a look at every fifth step"
-        assert line["learning/updates"] == 2
-        assert 0 < line["loss"] < 10
+        assert line["practice/informative"] == 0
+        assert line["learning/chunks"] == 0
+        assert line["learning/updates"] == 0
         assert line["practice/faults"] == 0
     assert lines[-1]["evaluation/sampled_of"] == 2
     assert lines[-1]["evaluation/sampled/libero/goal/7_of"] == 1
