@@ -55,7 +55,8 @@ def test_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        f"error: {tmp_path}/[nowhere] does not exist; name a checkpoint folder (with params/ or model.safetensors in it) or its .tar.gz.\n"
+        f"error: {tmp_path}/[nowhere] does not exist; name a checkpoint folder (with params/ or model.safetensors "
+        "in it) or its .tar.gz.\n"
     )
 
 
