@@ -116,7 +116,10 @@ def evaluate(
 
     def player(path: Path, policy: Policy, best: int) -> Player:
         judge = load_judge(path) if best > 1 else None
-        act = lambda count: Actor(policy, batch_size(count), seed, best, judge)  # noqa: E731  # a line, not five
+
+        def act(count: int) -> Actor:
+            return Actor(policy, batch_size(count), seed, best, judge)
+
         return Player(act, policy.robot, policy.config.action_horizon, policy.check_prompt)
 
     # Everything before the first episode: what is wrong with either, or with the pair, is told at once.
