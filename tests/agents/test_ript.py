@@ -80,17 +80,15 @@ def moved(params: Params, by: float) -> Params:
     return {name: p + by * jax.random.normal(k, p.shape) for k, (name, p) in zip(keys, params.items(), strict=True)}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_loss_is_the_weighted_flow_and_the_distance_to_where_one_began(accumulation: int) -> None:
-    agent = Ript(MODEL, settings("positive", anchor=0.3), optax.sgd(1.0), accumulation)
-    state = agent.init_from(fresh())
-    state = dataclasses.replace(state, policy=agent.policy.init_from(moved(fresh(), 0.1)))
-    after, metrics = jax.jit(agent.update)(state, batch(), KEY)
-
+@functools.cache
+def by_hand() -> tuple[Params, Array, Array]:
+    """The gradient at a policy that was moved by 0.1, and its two parts of the loss."""
     b = batch()
     noise, time = draw_noise_and_time(KEY, b.actions.shape)
 
-    def by_hand(params: Params) -> tuple[Array, tuple[Array, Array]]:
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient_of(params: Params) -> tuple[Array, tuple[Array, Array]]:
         x = jnp.stack([time[i] * noise[i] + (1 - time[i]) * b.actions[i] for i in range(4)])
         now, then = (
             model.velocity(prefix, x, time, prefix.state)
@@ -105,7 +103,17 @@ def test_the_loss_is_the_weighted_flow_and_the_distance_to_where_one_began(accum
                     away += jnp.mean((now[i, step] - then[i, step]) ** 2) / 7
         return flow + 0.3 * away, (flow, away)
 
-    gradient, (flow, away) = jax.jit(jax.grad(by_hand, has_aux=True))(state.policy.trained)
+    gradient, (flow, away) = gradient_of(moved(fresh(), 0.1))
+    return gradient, flow, away
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_loss_is_the_weighted_flow_and_the_distance_to_where_one_began(accumulation: int) -> None:
+    agent = Ript(MODEL, settings("positive", anchor=0.3), optax.sgd(1.0), accumulation)
+    state = agent.init_from(fresh())
+    state = dataclasses.replace(state, policy=agent.policy.init_from(moved(fresh(), 0.1)))
+    after, metrics = jax.jit(agent.update)(state, batch(), KEY)
+    gradient, flow, away = by_hand()
     np.testing.assert_allclose(metrics["flow_loss"], flow, rtol=1e-4)
     np.testing.assert_allclose(metrics["anchor_distance"], away, rtol=1e-4)
     for name, before in state.policy.trained.items():
@@ -134,18 +142,26 @@ def test_at_rate_zero_nothing_changes_and_nobody_drifts() -> None:
     after, metrics = jax.jit(agent.update)(state, batch(), KEY)
     assert all(np.array_equal(p, after.policy.trained[name]) for name, p in state.policy.trained.items())
     assert float(metrics["anchor_distance"]) < 1e-12  # but for rounding: two ways through one program
-    assert float(agent.drift(after, fresh(), batch(), KEY)) == 0
-    assert float(agent.drift(after, moved(fresh(), 0.1), batch(), KEY)) > 1e-3
+    drift = jax.jit(agent.drift)
+    assert float(drift(after, fresh(), batch(), KEY)) == 0
+    assert float(drift(after, moved(fresh(), 0.1), batch(), KEY)) > 1e-3
 
 
 def test_guidance_goes_on_from_the_unlabelled_velocity_past_the_labelled_one() -> None:
-    model = bind(MODEL, moved(fresh(), 0.3))
-    good, plain = (model.encode(observation([label])) for label in ("positive", "none"))
     noise = jax.random.normal(KEY, (1, 2, 2))
-    at_one = model.sample(good, noise, num_steps=1, away_from=plain, guidance=1.0)
-    np.testing.assert_allclose(at_one, model.sample(good, noise, num_steps=1), rtol=1e-5)
-    at_zero = model.sample(plain, noise, num_steps=1)
-    guided = model.sample(good, noise, num_steps=1, away_from=plain, guidance=3.0)
+
+    @jax.jit
+    def samples(params: Params) -> tuple[Array, Array, Array, Array]:
+        model = bind(MODEL, params)
+        good, plain = (model.encode(observation([label])) for label in ("positive", "none"))
+        alone, at_zero = (model.sample(prefix, noise, num_steps=1) for prefix in (good, plain))
+        at_one, guided = (
+            model.sample(good, noise, num_steps=1, away_from=plain, guidance=guidance) for guidance in (1.0, 3.0)
+        )
+        return alone, at_zero, at_one, guided
+
+    alone, at_zero, at_one, guided = samples(moved(fresh(), 0.3))
+    np.testing.assert_allclose(at_one, alone, rtol=1e-5)
     np.testing.assert_allclose(guided - at_zero, 3 * (at_one - at_zero), rtol=1e-3, atol=1e-6)
     assert np.abs(np.asarray(at_one - at_zero)).max() > 1e-3
 

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 def ema(old: T, new: T, decay: float) -> T:
     """decay·old + (1 − decay)·new, leaf by leaf. Polyak's target update is the same with decay = 1 − τ."""
-    averaged: T = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n, old, new)
+    # So written, what does not move is not moved by rounding either.
+    averaged: T = jax.tree.map(lambda o, n: o + (1 - decay) * (n - o), old, new)
     return averaged
 
 

@@ -109,8 +109,10 @@ def _jitter_colours(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[
     value = image.max(-1)
     chroma = value - image.min(-1)
     # Hue in sixths of the circle: red 0, green 2, blue 4, and from there towards the second strongest colour.
-    strongest = jnp.where(red == value, 0, jnp.where(green == value, 2, 4))
-    lean = jnp.where(red == value, green - blue, jnp.where(green == value, blue - red, red - green))
+    # By comparing channels: one that is computed again for another use may be rounded unlike the maximum of all.
+    of_red, of_green = (red >= green) & (red >= blue), green >= blue
+    strongest = jnp.where(of_red, 0, jnp.where(of_green, 2, 4))
+    lean = jnp.where(of_red, green - blue, jnp.where(of_green, blue - red, red - green))
     hue = strongest + lean / jnp.where(chroma == 0, 1, chroma)
     saturation = chroma / jnp.where(value == 0, 1, value)
 
