@@ -322,6 +322,7 @@ def test_eval_notes_a_label_the_run_has_not_taught_and_one_it_has(
         ([*REACH, "--save-dataset", "."], "--save-dataset . exists already; datasets are never written over"),
         ([*REACH, "--against", "nowhere"], "--against nowhere does not exist"),
         ([*REACH, "--seed", "-1"], "--seed is -1"),
+        ([*REACH, "--seed", "4294967296"], "--seed is 4294967296; give a whole number from 0 up, below 2³²"),
         ([*REACH, "--video", "-1"], "--video is -1"),
         ([*REACH, "--hang-after", "0"], "--hang-after is 0"),
         ([*REACH, "--guidance", "2"], "guidance is 2 and nothing is asked for"),
@@ -361,6 +362,8 @@ def test_eval_knows_before_it_runs_what_could_not_be_compared_or_written(
     assert "would be written over" in mistake(capsys, "eval", *mine, *pair, "--out", str(evaluated))
     for name in ("picture.png", "."):
         assert "name FILE.json" in mistake(capsys, "eval", *mine, "--out", name)
+    for name in (f"{evaluated}/b.json", "/proc/b.json"):
+        assert f"--out is {name}, which cannot be written" in mistake(capsys, "eval", *mine, "--out", name)
     assert evaluated.read_bytes() == before
     assert not list(tmp_path.iterdir())
 

@@ -21,7 +21,9 @@ from pistar.training.results import Evaluation, load_evaluation
 REACH = "metaworld/reach-v3"
 
 
-def test_the_demo_runs_through_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_runs_through_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "demo"
     main(["demo", "--quick", "--out", str(out)])
     told = capsys.readouterr().out
@@ -49,6 +51,12 @@ def test_the_demo_runs_through_and_goes_on_where_it_was(tmp_path: Path, capsys: 
     otherwise = "No film: 1 start state where BC fails and ACRLPD succeeds came out otherwise when run again."
     assert otherwise in " ".join(told.split())
     assert not list(out.glob("*.mp4"))
+
+    monkeypatch.setenv("MUJOCO_GL", "disable")
+    main(["demo", "--quick", "--out", str(out)])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "No film: MuJoCo cannot render here" in told
+    assert "pistar verify finds it whole and sound" in told
 
 
 def reaching(folder: Path, start_id: int, speed: float) -> Path:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "demo": {"training", "envs", "data", "presets", "config", "report", "errors"},
     "cli_runs": {"training", "data", "presets", "report", "config", "errors"},
     "cli_checkpoints": {"training", "models", "errors"},
-    "cli_envs": {"training", "envs", "data", "report", "errors"},
+    "cli_envs": {"training", "envs", "data", "report", "config", "errors"},
     "cli": {
         "cli_runs",
         "cli_envs",

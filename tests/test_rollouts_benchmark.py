@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from metaworld_policy import MODEL
+from online_throughput import RATIOS
 
 START = 3
 
@@ -36,6 +37,7 @@ def test_all_three_ways_are_measured_and_told_in_words(rollouts: ModuleType) -> 
     assert told["naive_installed"].endswith("Meta-World as installed")
     assert "our leaner simulator" in told["naive_lean"]
     assert told["batched"].startswith("2 environments over ")
+    assert {*RATIOS} <= {*told}, "what the benchmark of whole iterations tells of it"
     assert 0 <= told["share_policy"] + told["share_waiting_for_simulators"] <= 1.01
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from pistar.cli_checkpoints import export_checkpoint, import_checkpoint
 from pistar.cli_envs import Checkpoint, collect, evaluate
 from pistar.cli_runs import plan, sweep, train, weigh
+from pistar.config import check_seed
 from pistar.data.words import counted, numbered, ranges
 from pistar.errors import UserError
 
@@ -70,7 +71,7 @@ def verify(
 def demo(
     algo: Literal["acrlpd", "ript"] = "acrlpd", out: Path | None = None, seed: int = 0, quick: bool = False
 ) -> None:
-    """See RL beat imitation in a simulator, end to end, in some 9 minutes on two free cores.
+    """See RL beat imitation in a simulator, end to end, in 7 to 9 minutes on two free cores.
 
     Collects demonstrations of a Meta-World task as a LeRobot dataset, trains a small π₀ by imitation and by RL, judges
     them on the same start states, and leaves a picture, a film and an OpenPI checkpoint.
@@ -84,8 +85,7 @@ def demo(
     """
     from pistar import demo as demonstration
 
-    if seed < 0:
-        raise UserError(f"--seed is {seed}; give a whole number from 0 up.")
+    check_seed(seed, "--seed")
     budget = (demonstration.QUICK if quick else demonstration.BUDGETS)[algo]
     folder = out or Path(f"{'quick_' if quick else ''}{'ript_' if algo == 'ript' else ''}demo")
     console = Console(highlight=False)

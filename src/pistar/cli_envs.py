@@ -1,6 +1,7 @@
 """The commands that act in simulators: `pistar eval` and `pistar data collect`."""
 
 import contextlib
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -8,6 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
+from pistar.config import check_seed
 from pistar.data.words import counted
 from pistar.errors import UserError
 
@@ -89,6 +91,7 @@ def evaluate(
     find_tasks(env)  # before anything is loaded
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out is {out}; an evaluation is a JSON file: name FILE.json.")
+    _check_writable(out)
     if against is not None and against.resolve() == out.resolve():
         raise UserError(f"--against and --out are both {out}; it would be written over before it is compared with.")
     _check_numbers(seed, video)
@@ -331,9 +334,19 @@ def _evaluate(
 
 
 def _check_numbers(seed: int, video: int = 0) -> None:
-    for name, value in (("seed", seed), ("video", video)):
-        if value < 0:
-            raise UserError(f"--{name} is {value}; give a whole number from 0 up.")
+    check_seed(seed, "--seed")
+    if video < 0:
+        raise UserError(f"--video is {video}; give a whole number from 0 up.")
+
+
+def _check_writable(out: Path) -> None:
+    """Before the first episode: an evaluation of hours that cannot be written is lost."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"--out is {out}, which cannot be written ({error.strerror}); name another place.") from error
 
 
 def _label(path: str | Path) -> str:

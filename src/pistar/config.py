@@ -320,6 +320,12 @@ class AcrlpdConfig:
             raise UserError(f"critic_warmup is {self.critic_warmup}; it counts updates, use 0 for none.")
 
 
+def check_seed(seed: int, name: str = "seed") -> None:
+    """Refuse what is no seed everywhere: JAX, NumPy and simulators take 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"{name} is {seed}; give a whole number from 0 up, below 2³².")
+
+
 @dataclasses.dataclass(frozen=True)
 class RiptConfig:
     """Online post-training from 0/1 success: K rollouts of a start state, each judged by the others. docs/ript.md."""

@@ -164,7 +164,10 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
         encoding="utf-8",
     )
     console.print(f"Drew {picture}")
-    console.print(_film(stage, checkpoints, evaluations, out, seed))
+    try:
+        console.print(_film(stage, checkpoints, evaluations, out, seed))
+    except UserError as error:  # where nothing can be drawn, everything else is there all the same
+        console.print(f"No film: {error}", markup=False)
     if problems := verify(checkpoints[best]).problems:
         raise AssertionError(f"the demo's own checkpoint is not sound: {problems}")
     console.print(f"{checkpoints[best]} is an OpenPI checkpoint (pistar verify finds it whole and sound).")

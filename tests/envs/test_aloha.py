@@ -281,6 +281,23 @@ def test_episodes_are_the_same_to_the_bit_over_any_number_of_workers_and_after_o
     assert len(lasts) == len(STARTS)
 
 
+def test_pictures_are_the_same_to_the_bit_here_in_two_workers_and_after_one_was_killed() -> None:
+    seeing, found = EnvOptions(cameras=(HIGH,), image_size=64, limit=4), []
+    for workers in (0, 2):
+        rollouts: list[Rollout] = []
+        with Environments("aloha/transfer-cube", seeing, count=2, workers=workers, chunk=10) as envs:
+            for rollout in roll_out(envs, STARTS[:3], SCRIPT, execute=1, record=True):
+                if workers and not rollouts:
+                    os.kill(envs._workers[1].pid, signal.SIGKILL)
+                rollouts.append(rollout)
+        found.append([r.episode.observations[HIGH] for r in rollouts if r.episode is not None])
+    assert [len(each) for each in found] == [3, 3]
+    for here, there in zip(*found, strict=True):
+        assert here.shape[1:] == (48, 64, 3)
+        np.testing.assert_array_equal(here, there)
+    assert not np.array_equal(found[0][0], found[0][1]), "another start state looks otherwise"
+
+
 def test_running_out_of_time_is_no_failure() -> None:
     env = made(options=EnvOptions(cameras=(), limit=3))
     seen, _ = env.reset(options={"start_id": 0})

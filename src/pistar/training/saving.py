@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -130,9 +131,12 @@ class Saver:
                 before_it_appears=before_it_appears,
                 more=more,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = _why_not_written(error)
+            if why is None:
+                raise
             raise UserError(
-                f"{self._folder / str(step)} cannot be written ({error.strerror or error}); "
+                f"{self._folder / str(step)} cannot be written ({why}); "
                 "free some space and resume: the checkpoints before it are whole."
             ) from error
         self._thin_out()
@@ -146,6 +150,14 @@ class Saver:
                 shutil.rmtree(hidden, ignore_errors=True)
                 (self._folder / str(step)).rename(hidden)
                 shutil.rmtree(hidden)
+
+
+def _why_not_written(error: OSError | ValueError) -> str | None:
+    """The system's word. TensorStore hands it on in a ValueError, with everything it was doing; others are our bugs."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"([^:]*) \[os_error_code='\d+'", str(error))
+    return None if found is None else found[1].strip()
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import yaml
 
-from pistar.config import RiptConfig
+from pistar.config import AcrlpdConfig
 from pistar.errors import UserError
 from pistar.tables import fits, from_table
 from pistar.training.config import HARMLESS, RLTrainConfig, differences, load_config, save_config
@@ -317,7 +317,9 @@ class Row:
 
 def default_metric(config: RLTrainConfig) -> str:
     """What such a run is judged by."""
-    return "evaluation/sampled" if isinstance(config.algorithm, RiptConfig) else "loss"
+    if config.practises:
+        return "evaluation/sampled"
+    return "critic_loss" if isinstance(config.algorithm, AcrlpdConfig) else "loss"
 
 
 def rows(sweep: Sweep, metric: str) -> list[Row]:
