@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pistar import cli
-from pistar.agents.ript import RiptBatch
+from pistar.agents.ript import Label, RiptBatch
 from pistar.config import RiptConfig
 from pistar.presets import get_config
 from pistar.training import hosts as meeting
@@ -39,6 +39,7 @@ def together(checkpoint: Path, runs: Path, **online: Any) -> RLTrainConfig:
         rollouts=4,
         attempts=2,
         starts=StartsConfig("uniform", pool=30),
+        replay="best",
         demonstrations=0.25,
         updates=2,
         restart=False,
@@ -65,14 +66,16 @@ def together(checkpoint: Path, runs: Path, **online: Any) -> RLTrainConfig:
 
 def write_down(folder: Path, host: str) -> None:
     """What the learner is given and gives, beside what it does with it. Start states that fail are mended as soon as it
-    learns."""
+    learns. `poison` in a host's name makes NaN of its rows in the iteration named in there."""
     groups, policies, batches = (folder / f"{host}.{what}" for what in ("groups", "policies", "batches"))
-    keep, behaviour, batch = Learner._keep, Learner.behaviour, Learner._batch
+    poison = folder / f"{host}.poison"
+    keep, behaviour, batch, learn = Learner._keep, Learner.behaviour, Learner._batch, Learner.learn
+    at = -1
 
-    def kept(self: Learner, group: Group) -> Kept:
+    def kept(self: Learner, group: Group, asked: Label) -> Kept:
         with groups.open("a") as file:
             file.write(json.dumps([group.plans[0][0].version, group.start[1]]) + "\n")
-        return keep(self, group)
+        return keep(self, group, asked)
 
     def acting(self: Learner, *given: Any, **how: Any) -> Behaviour:
         made = behaviour(self, *given, **how)
@@ -83,15 +86,23 @@ def write_down(folder: Path, host: str) -> None:
             file.write(f"{made.version} {digest.hexdigest()}\n")
         return made
 
+    def learning(self: Learner, state: Any, lessons: Any, iteration: int, stride: Any) -> Any:
+        nonlocal at
+        at = iteration
+        return learn(self, state, lessons, iteration, stride)
+
     def learnt_from(self: Learner, *given: Any) -> RiptBatch:
         made = batch(self, *given)
         for broken in folder.glob("*.always"):
             broken.unlink(missing_ok=True)
+        if poison.exists() and at == int(poison.read_text()):
+            made = dataclasses.replace(made, actions=np.full_like(made.actions, np.nan))
         with batches.open("ab") as file:
             pickle.dump(made, file)
         return made
 
     Learner._keep, Learner.behaviour, Learner._batch = kept, acting, learnt_from  # type: ignore[method-assign,assignment]
+    Learner.learn = learning  # type: ignore[method-assign]
 
 
 def main(port: str, hosts: str, host: str, folder: str, checkpoint: str, changes: str, *flags: str) -> None:

@@ -32,6 +32,7 @@ def small_practice(checkpoint: Path, runs: Path, *, rate: float = 2e-3, **change
         contexts=8,
         rollouts=4,
         starts=StartsConfig("uniform", pool=30),
+        replay="best",
         updates=20,
         evaluate_every=1,
         evaluate_episodes=40,

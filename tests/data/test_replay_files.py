@@ -9,7 +9,7 @@ import pytest
 
 from data.test_replay import draw, episode, replay
 from pistar.data.replay import Replay
-from pistar.data.replay_files import FOLDER, load_replay, save_replay
+from pistar.data.replay_files import deal_out, load_replay, save_replay
 
 
 def filled(buffer: Replay, numbers: range) -> Replay:
@@ -29,8 +29,8 @@ def assert_comes_back(buffer: Replay, folder: Path) -> Replay:
 
 def test_a_buffer_comes_back_with_its_pictures_and_goes_on_alike(tmp_path: Path) -> None:
     buffer = filled(replay(20), range(7))
-    save_replay(tmp_path, buffer.contents(), None)
-    again = assert_comes_back(buffer, tmp_path)
+    save_replay(tmp_path / "1", buffer.contents(), None)
+    again = assert_comes_back(buffer, tmp_path / "1")
     filled(buffer, range(7, 9))
     filled(again, range(7, 9))
     assert jax.tree.all(jax.tree.map(np.array_equal, draw(buffer), draw(again)))
@@ -40,14 +40,13 @@ def test_a_buffer_comes_back_with_its_pictures_and_goes_on_alike(tmp_path: Path)
 def test_what_an_earlier_checkpoint_has_is_linked_and_what_has_gone_is_left_out(tmp_path: Path) -> None:
     buffer, steps = replay(20), [tmp_path / str(step) for step in range(4)]
     for step, folder in enumerate(steps):
-        folder.mkdir()
         filled(buffer, range(2 * step, 2 * step + 2))
         save_replay(folder, buffer.contents(), steps[step - 1] if step else None)
         assert_comes_back(buffer, folder)
-    names = [sorted(file.name for file in (folder / FOLDER).iterdir()) for folder in steps]
+    names = [sorted(file.name for file in folder.iterdir()) for folder in steps]
     assert [len(each) for each in names] == [1, 2, 2, 2]  # of 20 steps: the third episode's volume still has one
     assert names[1][0] == names[0][0]
-    assert (steps[1] / FOLDER / names[0][0]).stat().st_nlink == 2
+    assert (steps[1] / names[0][0]).stat().st_nlink == 2
     assert names[0][0] not in names[2]
 
 
@@ -57,8 +56,6 @@ def test_without_links_everything_is_written(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "link", refuse)
     buffer = filled(replay(20), range(2))
-    (tmp_path / "1").mkdir()
-    (tmp_path / "2").mkdir()
     save_replay(tmp_path / "1", buffer.contents(), None)
     filled(buffer, range(2, 4))
     save_replay(tmp_path / "2", buffer.contents(), tmp_path / "1")
@@ -66,5 +63,13 @@ def test_without_links_everything_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_nothing_yet_is_saved_too(tmp_path: Path) -> None:
-    save_replay(tmp_path, (), None)
-    assert load_replay(tmp_path, 0) == []
+    save_replay(tmp_path / "1", (), None)
+    assert load_replay(tmp_path / "1", 0) == []
+
+
+def test_what_two_hosts_had_is_dealt_out_to_three_and_nothing_is_lost() -> None:
+    buffers = [filled(replay(30), range(5)).contents(), filled(replay(30), range(5, 7)).contents()]
+    dealt = [deal_out(buffers, host, 3) for host in range(3)]
+    assert [[kept.number for kept in each] for each in dealt] == [[0, 1, 2], [0, 1, 2], [0]]
+    states = sorted(kept.state.tobytes() for each in dealt for kept in each)
+    assert states == sorted(kept.state.tobytes() for each in buffers for kept in each)

@@ -1,5 +1,7 @@
 """Simulators in Ray's actors: a real Ray on this machine, started once for all of these."""
 
+import dataclasses
+import io
 import os
 import signal
 import sys
@@ -9,14 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from envs.test_rollout import head_home, same
+from metaworld_policy import fresh_checkpoint
 from pistar.envs.env import EnvOptions
 from pistar.envs.ray_workers import RayActors
 from pistar.envs.rollout import Request, Rollout, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Begin, Fault
 from pistar.errors import UserError
+from pistar.training.checkpoints import open_checkpoint
+from pistar.training.metrics import read_metrics
+from pistar.training.online import train
+from small_practice import small_practice
 
 ray = pytest.importorskip("ray", reason="needs ray")
 
@@ -151,3 +159,21 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"ray is not there .*; pip install 'pistar-rl\[ray\]'"):
         Environments(TOY, count=1, workers=1, engine="ray")
+
+
+def test_practice_in_actors_teaches_what_it_teaches_here(tmp_path: Path) -> None:
+    checkpoint = fresh_checkpoint(tmp_path / "fresh")
+    told = []
+    for engine, workers in (("processes", 0), ("ray", 2)):
+        small = small_practice(checkpoint, tmp_path / engine, engine=engine, workers=workers, evaluate_episodes=4)
+        saved = train(dataclasses.replace(small, steps=1), Console(file=io.StringIO()))
+        assert saved is not None
+        with open_checkpoint(saved) as made:
+            params = {leaf.name: np.asarray(leaf.read()) for leaf in made.leaves()}
+        lines = read_metrics(small.folder / "metrics.jsonl")
+        told.append((params, [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]))
+    (here, measured), (there, too) = told
+    assert measured == too
+    assert measured[1]["learning/updates"] == 20
+    for name, param in here.items():
+        np.testing.assert_array_equal(there[name], param, err_msg=name)

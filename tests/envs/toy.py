@@ -1,5 +1,6 @@
 """A cheap environment for tests of what is around environments; told by files to fail as real ones do."""
 
+import contextlib
 import os
 import signal
 import time
@@ -49,8 +50,8 @@ class Toy(StartEnv):
     def _trouble(self) -> None:
         folder = os.environ.get("TOY_TROUBLE")
         for path in Path(folder).glob(f"{self._number}.*") if folder else ():
-            if path.suffix not in (".always", ".deadly"):
-                path.unlink()
+            if path.suffix not in (".always", ".deadly") and not taken(path):
+                continue
             if path.suffix in (".kill", ".deadly"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if path.suffix == ".hang":
@@ -77,10 +78,17 @@ class Toy(StartEnv):
         return -self._at
 
 
+def taken(path: Path) -> bool:
+    """Whether the file was there and is now gone by our doing: of simulators that look at once, one has the trouble."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        return True
+    return False
+
+
 def make(options: EnvOptions) -> Toy:
     folder = os.environ.get("TOY_TROUBLE")
-    for path in sorted(Path(folder).glob("make.kill*"))[:1] if folder else ():
-        path.unlink()
+    if folder and any(taken(path) for path in sorted(Path(folder).glob("make.kill*"))):
         os.kill(os.getpid(), signal.SIGKILL)
     return Toy(options)
 

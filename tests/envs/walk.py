@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from envs.toy import taken
 from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
 
 
@@ -52,11 +53,8 @@ class Walk(StartEnv):
 
     def _troubled(self, how: str, *, once: bool = True) -> bool:
         folder = os.environ.get("WALK_TROUBLE")
-        if not folder or not (path := Path(folder) / f"{self._number}.{how}").exists():
-            return False
-        if once:
-            path.unlink()
-        return True
+        path = Path(folder, f"{self._number}.{how}") if folder else None
+        return path is not None and (taken(path) if once else path.exists())
 
     def observe(self) -> Seen:
         state = np.zeros(17, np.float32)

@@ -1,6 +1,8 @@
 """Which start states are practised, and what is kept of them."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +70,18 @@ def test_a_solved_start_is_passed_over_so_often_and_then_tried_again() -> None:
     assert numbers(starts.choose(2, rng(), 0.0)) == [0, 1]
 
 
+def test_what_is_solved_is_not_tried_in_place_of_what_taught_nothing() -> None:
+    """Nor is it passed over a second time by the same iteration."""
+    starts = Starts(StartsConfig("skip_solved", pool=4, skips=2), {TASK: range(4)})
+    for start in (0, 1):
+        starts.learn((TASK, start), 4, 4)
+    tried = starts.choose(4, rng(), 0.0)
+    assert numbers(tried) == [2, 3]
+    assert starts.choose(2, rng(), 0.0, without=tried) == []
+    assert starts.choose(1, rng(), 0.0, without=tried[:1]) == tried[1:]
+    assert [numbers(starts.choose(4, rng(), 0.0)) for _ in range(2)] == [[2, 3], [0, 1, 2, 3]]
+
+
 def test_when_all_are_solved_all_are_tried() -> None:
     starts = Starts(StartsConfig("skip_solved", pool=3), {TASK: range(3)})
     for start in range(3):
@@ -115,7 +129,8 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
     starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
     starts.learn((TASK, 3), 2, 5)
     starts.learn((TASK, 7), 5, 5)
-    best.add((TASK, 7), chunks(8, 1.0))
+    made: dict[str, Any] = {"noise": np.full((3, 3, 2), 0.5, np.float32), "version": np.array([2, 2, 2])}
+    best.add((TASK, 7), dataclasses.replace(chunks(8, 1.0), **made))
     best.add((TASK, 7), chunks(4, 2.0))
     best.add((TASK, 3), chunks(11, 3.0))
     save_starts(tmp_path, starts.known)
@@ -128,6 +143,9 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
         assert weight == other_weight
         np.testing.assert_array_equal(one.actions, other.actions)
         np.testing.assert_array_equal(one.valid, other.valid)
+        assert (one.noise is None) == (other.noise is None)
+        np.testing.assert_array_equal(one.noise, other.noise)
+        np.testing.assert_array_equal(one.version, other.version)
         np.testing.assert_array_equal(one.observations.state, other.observations.state)
         for camera in ("a", "b"):
             np.testing.assert_array_equal(one.observations.images[camera], other.observations.images[camera])

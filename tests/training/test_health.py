@@ -153,6 +153,24 @@ def test_tuning_raises_what_is_too_small_and_says_why() -> None:
     assert [now.rate, now.epochs] == pytest.approx([1.0, 1.0])
 
 
+def test_tuning_does_not_undo_a_rollback_that_went_below_its_bounds() -> None:
+    now, config = Course(rate=0.125), TuningConfig(target_drift=0.01, most=4.0)
+    assert list(tune(config, now, practised(0.5, 0.4))) == []
+    assert now.rate == 0.125
+    assert dict(tune(config, now, practised(0.001, 0.4))) == {
+        "learning rate": "drift 0.001 for a target of 0.01; now 0.188 ×"
+    }
+
+
+def test_an_event_that_was_cut_short_is_forgotten(tmp_path: Path) -> None:
+    Events(tmp_path, Console(), after=0).note(0, "died", "a worker", "run again", show=False)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"iteration": 1, "ev')
+    Events(tmp_path, Console(), after=1).note(1, "hung", "a worker", "run again", show=False)
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in told] == ["died", "hung"]
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1)), max_size=30))
 def test_tuning_stays_within_its_bounds(history: list[tuple[float, float]]) -> None:
     now, config = Course(), TuningConfig(most=3.0)

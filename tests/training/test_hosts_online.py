@@ -19,7 +19,6 @@ from metaworld_policy import fresh_checkpoint, noise_dataset
 from pistar.agents.ript import Ript, RiptBatch
 from pistar.cli_runs import STOPPED
 from pistar.errors import UserError
-from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.experience import Starts
 from pistar.training.learner import _picks
@@ -157,12 +156,16 @@ def test_two_hosts_learn_what_one_would_from_the_lessons_of_both(done: Path, che
 def test_two_hosts_go_on_to_the_bit_and_a_stop_of_one_reaches_the_other(
     done: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Each with the successes it has kept; while both practise ahead, too."""
+    """Each with the successes it has kept; while both practise ahead, too, adapt their steps, and go back because of
+    what one of them has seen."""
     whole, stopped = done / "runs" / "run", tmp_path / "runs" / "run"
     shutil.copytree(whole, stopped)
     shutil.rmtree(stopped / "checkpoints" / "2")
-    processes = start(tmp_path, checkpoint, "--resume", steps=1000, save_every=2, keep_last=1000, overlap=True)
-    while len(numbers(tmp_path)) < 5 and all(process.poll() is None for process in processes):
+    (tmp_path / "1.poison").write_text("4")  # the fifth
+    processes = start(
+        tmp_path, checkpoint, "--resume", steps=1000, save_every=2, keep_last=1000, overlap=True, auto_tune=True
+    )
+    while len(numbers(tmp_path)) < 7 and all(process.poll() is None for process in processes):
         time.sleep(0.02)
     processes[1].send_signal(signal.SIGTERM)
     said = finish(processes, code=STOPPED)
@@ -174,8 +177,19 @@ def test_two_hosts_go_on_to_the_bit_and_a_stop_of_one_reaches_the_other(
     for name, param in params(whole / "checkpoints" / "2").items():
         np.testing.assert_array_equal(again[name], param, err_msg=name)
     assert [line["practice/policy_age"] for line in lines[3:5]] == [0, 1]
+    assert lines[5]["skipped"] == 1
+    events = [json.loads(line) for line in (stopped / "events.jsonl").read_text().splitlines()]
+    back = [event for event in events if "back to" in event["done"]]
+    assert [(event["iteration"], event["event"]) for event in back] == [(4, "not finite")]
+    assert back[0]["done"].startswith("back to iteration 4")
+    assert any(event["event"].startswith("auto-tune") for event in events)
+    assert lines[6]["tuning/rate"] == lines[5]["tuning/rate"] / 2
+    first, second = ((tmp_path / f"{host}.policies").read_text().splitlines() for host in (0, 1))
+    assert first == second
+    acting = dict(line.split() for line in first)  # the last of each version
+    assert acting["4"] != acting["6"]
     step = saved_steps(stopped / "checkpoints")[-1]
-    assert 4 <= step < 1000
+    assert 6 <= step < 1000
     assert all(np.isfinite(param).all() for param in params(stopped / "checkpoints" / str(step)).values())
 
 
@@ -200,12 +214,6 @@ def test_every_chunk_is_learnt_from_equally_often_whoever_has_it(count: int) -> 
     assert max(len(batch) for batch in batches) <= 8
     times = np.bincount(np.concatenate(batches), minlength=count)
     assert times.tolist() == [8] * count
-
-
-def test_acrlpd_practises_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pistar.training.online.several", lambda: True)
-    with pytest.raises(UserError, match=r"acrlpd_online_metaworld practises on one host so far.* leave the options"):
-        train(get_config("acrlpd_online_metaworld"), Console(file=io.StringIO()))
 
 
 def test_hosts_that_share_a_ray_say_how_many_workers_are_theirs(

@@ -1,11 +1,11 @@
 """RIPT's loop: it learns, an iteration without a rate changes nothing, and what was stopped goes on to the bit."""
 
 import dataclasses
-import errno
 import io
 import itertools
 import json
-import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from metaworld_policy import fresh_checkpoint
-from pistar.agents.ript import RiptBatch
+from metaworld_policy import PROMPT, fresh_checkpoint, noise_dataset
+from pistar.agents.ript import Label, RiptBatch, labelled
 from pistar.config import RiptConfig, Weighting
+from pistar.data.loader import to_devices
 from pistar.errors import UserError
+from pistar.models.tokenizer import load_tokenizer
+from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
-from pistar.training.config import RLTrainConfig
+from pistar.training.config import DataConfig, RLTrainConfig
 from pistar.training.experience import Starts
 from pistar.training.exploring import _sample
 from pistar.training.health import has_ended
@@ -29,6 +32,8 @@ from pistar.training.learner import Learner
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, HealthConfig, StartsConfig
+from pistar.training.run import prepare_online
+from pistar.training.saving import saved_steps
 from small_practice import small_practice
 
 
@@ -116,11 +121,14 @@ def _children(pid: int) -> list[int]:
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
 
-@pytest.mark.parametrize("replay", ["none", "best"])
-def test_an_iteration_at_next_to_no_rate_changes_nothing(checkpoint: Path, tmp_path: Path, replay: str) -> None:
+@pytest.mark.parametrize(("replay", "ema_decay"), [("none", 0.99), ("best", None)])
+def test_an_iteration_at_next_to_no_rate_changes_nothing(
+    checkpoint: Path, tmp_path: Path, replay: str, ema_decay: float | None
+) -> None:
     """Acting and training are the same policy: nothing to make up for, no drift, and the same episodes again."""
     config = small_practice(checkpoint, tmp_path, rate=1e-30, replay=replay)
-    saved, lines, _ = run(dataclasses.replace(config, steps=1))
+    algorithm = RiptConfig(anchor=0.0, ema_decay=ema_decay, augmentation=False)
+    saved, lines, _ = run(dataclasses.replace(config, algorithm=algorithm, steps=1))
     assert lines[1]["learning/updates"] == 20
     assert lines[1]["learning/drift"] == 0
     for name in ("zero_noise", "sampled"):
@@ -166,7 +174,7 @@ def test_trouble_in_a_simulator_changes_nothing_and_is_told(
     assert [event["start_id"] for event in noticed] == [first]
     assert {event["done"] for event in events_of(config)} == {"episode run again"}
     faults = [line.pop("practice/faults", None) for line in lines]
-    assert faults == [None, len(events_of(config))]
+    assert faults == [None, 1], "who was lost with it did not fail"
     unhurt = [{k: v for k, v in line.items() if k != "practice/faults"} for line in numbers(whole[1])[:2]]
     assert numbers(lines) == unhurt
 
@@ -228,25 +236,67 @@ def test_what_a_policy_in_trouble_has_practised_ahead_is_forgotten(
 
 
 def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
-    whole: Whole, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, checkpoint: Path, tmp_path: Path
 ) -> None:
+    """In a process that from some moment on can make no large file, which is as good as a full disk."""
     config = small_practice(checkpoint, tmp_path)
-    sound, saves = np.savez, itertools.count()
-
-    def full(*args: Any, **arrays: Any) -> None:
-        if next(saves) == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sound(*args, **arrays)
-
-    monkeypatch.setattr("pistar.training.experience.np.savez", full)
-    with pytest.raises(UserError, match=r"checkpoints/2 cannot be written \(No space left on device\)"):
-        run(config)
-    assert [path.name for path in (config.folder / "checkpoints").iterdir()] == ["1"]
+    checkpoints = config.folder / "checkpoints"
+    program = str(Path(__file__).parent.parent / "small_practice.py")
+    with subprocess.Popen(
+        [sys.executable, program, str(checkpoint), str(tmp_path), "{}"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (checkpoints / "1").exists() and process.poll() is None:
+            time.sleep(0.002)
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, hard))
+        said = process.communicate()[1]
+    assert process.returncode == 1
+    left = saved_steps(checkpoints)
+    assert left in ([1], [1, 2])
+    failed = re.search(r"UserError: (.*/checkpoints/(\d) cannot be written .*File too large.*)", said)
+    assert failed is not None, said[-2000:]
+    assert int(failed[2]) == left[-1] + 1
     _, lines, _ = run(config, resume=True)
     assert numbers(lines) == numbers(whole[1])
     (event,) = events_of(config)
     assert event["event"] == "ended"
-    assert "No space left on device" in event["detail"]
+    assert event["detail"] in failed[1]
+
+
+def test_what_fails_while_it_is_judged_is_told_and_not_counted(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WALK_TROUBLE", str(tmp_path))
+    (tmp_path / "100.raised").touch()
+    (tmp_path / "101.always").touch()
+    config = small_practice(checkpoint, tmp_path, evaluate_episodes=3)
+    _, lines, said = run(dataclasses.replace(config, steps=1))
+    assert lines[0]["evaluation/sampled_of"] == lines[0]["evaluation/zero_noise_of"] == 2
+    assert lines[0]["evaluation/faults"] == 1 + 2 * 3, "in vain three times in each of two trials"
+    told = {(event["start_id"], event["done"]) for event in events_of(config)}
+    assert told == {(100, "episode run again"), (101, "episode dropped")}
+    assert "7 failures of simulators" in said
+    for start in (100, 102):
+        (tmp_path / f"{start}.always").touch()
+    with pytest.raises(UserError, match=r"None of the 3 held-out episodes could be finished: raised, .*gave way"):
+        run(config, overwrite=True)
+
+
+def test_trouble_that_is_only_told_does_not_hide_that_nothing_improves(checkpoint: Path, tmp_path: Path) -> None:
+    health = HealthConfig(on_trouble="tell", max_gradient_norm=1e-12)
+    saved, _, _ = run(small_practice(checkpoint, tmp_path, rate=1e-30, patience=1, health=health))
+    assert saved.name == "1"
+    assert [event["event"] for event in events_of(small_practice(checkpoint, tmp_path))] == [
+        "gradient_norm",
+        "early stop",
+    ]
+
+
+def test_a_policy_that_reads_no_state_cannot_be_misled(checkpoint: Path, tmp_path: Path) -> None:
+    config = get_config("ript_libero_goal")
+    online = dataclasses.replace(config.online, exploration=ExplorationConfig(misled=0.2))
+    with pytest.raises(UserError, match=r"misled is 0\.2: .* set it to 0"):
+        train(dataclasses.replace(config, online=online), Console(file=io.StringIO()))
 
 
 def test_a_run_that_does_not_improve_ends_early(checkpoint: Path, tmp_path: Path) -> None:
@@ -291,6 +341,42 @@ def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -
     assert lines[1]["practice/episodes"] == 32
     assert lines[-1]["evaluation/sampled"] > lines[0]["evaluation/sampled"]
     assert any(event["event"].startswith("auto-tune") for event in events_of(config))
+
+
+def test_how_far_it_went_is_measured_by_the_prompts_it_acted_by(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain one at first, then that for good actions: by a label it has yet to learn any policy goes far."""
+    seen: list[np.ndarray] = []
+
+    def noticing(batch: RiptBatch, where: Any) -> RiptBatch:
+        if batch.actions.ndim == 3:  # not stacked, so not to learn from
+            seen.append(np.unique(batch.observations.tokenized_prompt, axis=0))
+        return to_devices(batch, where)
+
+    monkeypatch.setattr("pistar.training.learner.to_devices", noticing)
+    config = small_practice(checkpoint, tmp_path, replay="none", updates=10)
+    algorithm = RiptConfig("cfg", anchor=0.0, ema_decay=None, augmentation=False)
+    run(dataclasses.replace(config, algorithm=algorithm, steps=2))
+    tokenizer = load_tokenizer("tiny", config.model.max_token_len)
+    labels: tuple[Label, ...] = "none", "positive"
+    for prompts, label in zip(seen, labels, strict=True):
+        np.testing.assert_array_equal(prompts, [tokenizer.tokenize(labelled("go right", label), None)[0]])
+
+
+def test_demonstrations_are_told_to_be_good_where_labels_are_learnt(checkpoint: Path, tmp_path: Path) -> None:
+    """Else guidance, away from what is told nothing, would lead away from them."""
+    data = DataConfig(datasets=(str(noise_dataset(tmp_path / "demos")),), held_out=0.0)
+    config = dataclasses.replace(small_practice(checkpoint, tmp_path, replay="none"), data=data)
+    tokenizer = load_tokenizer("tiny", config.model.max_token_len)
+    labels: dict[Weighting, Label] = {"positive": "none", "cfg": "positive"}
+    for weighting, label in labels.items():
+        algorithm = RiptConfig(weighting, anchor=0.0, ema_decay=None, augmentation=False)
+        loader = prepare_online(dataclasses.replace(config, algorithm=algorithm)).demonstrations
+        assert loader is not None
+        shown = loader.sample_policy_batch(0).observations.tokenized_prompt
+        expected = tokenizer.tokenize(labelled(PROMPT, label), None)[0]
+        np.testing.assert_array_equal(np.unique(shown, axis=0), [expected])
 
 
 def test_groups_that_teach_nothing_are_replaced_up_to_a_cap(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A replay buffer on disk, in volumes that are written once: the next checkpoint links to them and adds its own."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,26 +10,22 @@ import numpy as np
 
 from pistar.data.replay import Kept
 
-FOLDER = "replay"
-"""In a checkpoint's."""
-
 
 def save_replay(folder: Path, kept: Sequence[Kept], earlier: Path | None) -> None:
-    """Into a checkpoint's folder. `earlier`: one of the same run, whose volumes need not be written again."""
-    into = folder / FOLDER
-    into.mkdir()
+    """Into this folder. `earlier`: one of the same buffer, whose volumes need not be written again."""
+    folder.mkdir()
     after = kept[0].number if kept else 0
     for volume, last in _volumes(earlier):
         if last < after:
             continue  # all of its episodes have had to go
         with contextlib.suppress(OSError):  # a disk without links, or another one: then they are written
-            os.link(volume, into / volume.name)
+            os.link(volume, folder / volume.name)
             after = last + 1
             continue
         break
     new = [each for each in kept if each.number >= after]
     if new:
-        _write(into / f"{new[0].number:09}-{new[-1].number:09}.npz", new)
+        _write(folder / f"{new[0].number:09}-{new[-1].number:09}.npz", new)
 
 
 def load_replay(folder: Path, count: int) -> list[Kept]:
@@ -37,9 +34,18 @@ def load_replay(folder: Path, count: int) -> list[Kept]:
     return kept[len(kept) - count :]
 
 
-def _volumes(checkpoint: Path | None) -> list[tuple[Path, int]]:
+def deal_out(buffers: Sequence[Sequence[Kept]], host: int, hosts: int) -> list[Kept]:
+    """This host's part of what others had: of each every so manieth, the oldest first, numbered anew."""
+    ours = [each for kept in buffers for each in kept[host::hosts]]
+    return [
+        dataclasses.replace(each, number=number)
+        for number, each in enumerate(sorted(ours, key=lambda each: each.number))
+    ]
+
+
+def _volumes(folder: Path | None) -> list[tuple[Path, int]]:
     """In order, with the number of each one's last episode."""
-    files = [] if checkpoint is None else sorted((checkpoint / FOLDER).glob("*.npz"))
+    files = [] if folder is None else sorted(folder.glob("*.npz"))
     return [(file, int(file.stem.rpartition("-")[2])) for file in files]
 
 

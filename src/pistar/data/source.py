@@ -6,7 +6,7 @@ frames, one by one; it only does so for a whole batch at once, and what never ch
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -240,9 +240,11 @@ def dataset_source(
     pictures: Frames | FramePool,
     *,
     prompt: str | None = None,
+    tell: Callable[[str], str] = str,
     repack: Mapping[str, Any] | None = None,
 ) -> ChunkSource:
-    """A dataset's windows. `prompt` replaces the dataset's tasks, `repack` the robot's usual column names."""
+    """A dataset's windows. `prompt` replaces the dataset's tasks, `tell` makes of either what the policy is told,
+    `repack` replaces the robot's usual column names."""
     for what, theirs, ours in (
         ("the pictures are of", pictures.root, dataset.root),
         ("the pictures have size", pictures.size, inputs.image_size),
@@ -262,7 +264,7 @@ def dataset_source(
     return ChunkSource(
         inputs,
         windows,
-        EpisodeNumbers(state, actions, [str(text) for text in prompts], ids),
+        EpisodeNumbers(state, actions, [tell(str(text)) for text in prompts], ids),
         dataset_cameras(dataset, inputs.robot, repack),
         pictures,
         success=labels.success,

@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt8
 
 from pistar.envs.env import Ending, Scene, Seen, nearest
 from pistar.envs.vector import Environments
-from pistar.envs.worker import Begin, Fault, Go, Script, Went
+from pistar.envs.worker import LOST, Begin, Fault, Go, Script, Went
 from pistar.errors import UserError
 from pistar.types import Episode
 
@@ -143,7 +143,7 @@ def roll_out(
             one = running[slot]
             if isinstance(answer, Fault):
                 one.begin_again(answer)
-                if sum(fault.kind != "lost" for fault in one.faults) < TRIES:
+                if sum(fault.kind != LOST for fault in one.faults) < TRIES:
                     continue
                 finished[one.index] = Rollout(one.start_id, None, tuple(one.faults), task=one.task, acted=one.acted)
             else:

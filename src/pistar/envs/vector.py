@@ -14,7 +14,7 @@ from pistar.envs.engine import Engine, Gone, Worker
 from pistar.envs.env import EnvOptions, Scene, nearest
 from pistar.envs.processes import Processes
 from pistar.envs.ray_workers import RayActors
-from pistar.envs.worker import Begin, Crew, Fault, Go, Simulators, Went
+from pistar.envs.worker import LOST, Begin, Crew, Fault, Go, Simulators, Went
 from pistar.errors import UserError
 
 ENGINES: dict[str, Callable[[int | None], Engine]] = {"processes": Processes, "ray": RayActors}
@@ -182,7 +182,7 @@ class Environments:
         """Another worker for one that is gone. All its episodes are lost; the fault is that of whoever it was at."""
         gone = self._workers[number]
         gone.end()
-        beside = Fault("lost", f"with its worker, which {fault.kind} at another episode")
+        beside = Fault(LOST, f"with its worker, which {fault.kind} at another episode")
         faults = dict.fromkeys(gone.slots, beside) | {gone.unheard[0][0]: fault}
         self._lost |= faults
         for slot, told in gone.unheard:

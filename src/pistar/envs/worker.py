@@ -80,12 +80,15 @@ class Went:
     """Of a processor it took."""
 
 
+LOST = "lost"
+
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """It could not be done, by no fault of the policy."""
 
     kind: str
-    """raised, not finite, died, hung; or lost, with a worker that died or hung at another episode"""
+    """raised, not finite, died, hung; or `LOST`, with a worker that died or hung at another episode"""
     detail: str
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import yaml
 
-from pistar.config import AcrlpdConfig, DType, Pi0Config, RiptConfig
+from pistar.config import AcrlpdConfig, DType, Pi0Config, RiptConfig, check_seed
 from pistar.data.chunks import Tails, WindowOptions
 from pistar.data.loader import PoolOptions
 from pistar.data.norm_stats import Norm
@@ -175,8 +175,7 @@ class RLTrainConfig:
                     f"{name} is {getattr(self, name)}, no multiple of updates_per_dispatch "
                     f"{self.updates_per_dispatch}; between two updates of one call nothing can be done."
                 )
-        if self.seed < 0:
-            raise UserError(f"seed is {self.seed}; give a whole number from 0 up.")
+        check_seed(self.seed)
         robot = find_robot(self.robot)
         if sorted(robot.cameras) != sorted(self.model.cameras):
             raise UserError(

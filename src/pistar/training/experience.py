@@ -12,11 +12,12 @@ import numpy as np
 
 from pistar.errors import UserError
 from pistar.training.exploring import Chunks
+from pistar.training.hosts import own_name
 from pistar.training.online_config import StartsConfig
 from pistar.types import Observation
 
 STARTS_FILE, BEST_FILE = "starts.json", "best.npz"
-"""In a checkpoint: how start states went, and the successes that are kept; of several hosts, see `best_file`."""
+"""In a checkpoint: how start states went, and the successes that are kept; of several hosts, see `own_name`."""
 
 
 Context = tuple[str, int]
@@ -63,12 +64,13 @@ class Starts:
         if choice == "skip_solved":
             order = [free[i] for i in rng.permutation(len(free))]
             chosen: list[Context] = []
+            again = bool(taken)  # in place of others, in the same iteration
             for start in order:
                 if len(chosen) == count:
                     break
-                if not self._pass_over(start):
+                if not self._pass_over(start, counts=not again):
                     chosen.append(start)
-            return chosen or order[:count]  # all solved: then all are tried again
+            return chosen if chosen or again else order[:count]  # all solved: then all are tried again
         weights = np.array([self._weight(start, progress) for start in free])
         if choice == "curriculum":
             weights = (1 - self._config.at_random) * weights / weights.sum() + self._config.at_random / len(free)
@@ -77,10 +79,12 @@ class Starts:
         picked = rng.choice(len(free), min(count, len(free)), replace=False, p=weights / weights.sum())
         return [free[i] for i in picked]
 
-    def _pass_over(self, start: Context) -> bool:
+    def _pass_over(self, start: Context, *, counts: bool) -> bool:
         known = self.known.get(start)
         if known is None or not known.last_solved:
             return False
+        if not counts:
+            return True
         known.skipped += 1
         if known.skipped <= self._config.skips:
             return True
@@ -140,7 +144,11 @@ class BestOf:
     @property
     def bytes(self) -> int:
         """What it takes."""
-        held = ((chunks.observations, chunks.actions, chunks.valid) for kept in self.kept.values() for chunks in kept)
+        held = (
+            (chunks.observations, chunks.actions, chunks.valid, chunks.noise, chunks.version)
+            for kept in self.kept.values()
+            for chunks in kept
+        )
         return sum(np.asarray(leaf).nbytes for each in held for leaf in jax.tree.leaves(each))
 
     def let_go(self, everywhere: Sequence[list[list[Any]]], host: int) -> None:
@@ -174,11 +182,6 @@ def load_starts(folder: Path, starts: Starts) -> None:
     starts.known = {(one.pop("task"), one.pop("start")): Start(**one) for one in table}
 
 
-def best_file(host: int, hosts: int) -> str:
-    """What a host of so many keeps."""
-    return BEST_FILE if hosts == 1 else f"best-{host}-of-{hosts}.npz"
-
-
 def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]], host: int = 0, hosts: int = 1) -> None:
     """Into a checkpoint's folder."""
     contexts = [context for context in sorted(kept) for _ in kept[context]]
@@ -189,12 +192,14 @@ def save_best(folder: Path, kept: Mapping[Context, Sequence[Chunks]], host: int 
     for number, chunks in enumerate(chunks for context in sorted(kept) for chunks in kept[context]):
         leaves = jax.tree.leaves((chunks.observations, chunks.actions, chunks.valid))
         arrays |= {f"{number}/{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
-    np.savez(folder / best_file(host, hosts), **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
+        made = {"noise": chunks.noise, "version": chunks.version}
+        arrays |= {f"{number}/{name}": np.asarray(of) for name, of in made.items() if of is not None}
+    np.savez(folder / own_name(BEST_FILE, host, hosts), **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
 
 
 def load_best(folder: Path, best: BestOf, cameras: Sequence[str], host: int = 0, hosts: int = 1) -> None:
     """Back, into this: its own by each of as many hosts as there were; by others, all start states dealt out."""
-    own = folder / best_file(host, hosts)
+    own = folder / own_name(BEST_FILE, host, hosts)
     files = [own] if own.exists() else sorted(folder.glob("best*.npz"))
     if not files:
         raise UserError(f"{folder} has no {BEST_FILE}, the successes kept so far; start a new run from its params.")
@@ -213,7 +218,8 @@ def _load_best(file: Path, best: BestOf, cameras: Sequence[str]) -> None:
         contexts = zip(arrays["tasks"].tolist(), arrays["starts"].tolist(), strict=True)
         for number, context in enumerate(contexts):
             leaves = [arrays[f"{number}/{index}"] for index in range(len(numbers))]
-            best.add(context, Chunks(*jax.tree.unflatten(like, leaves)))
+            made = [arrays.get(f"{number}/{name}") for name in ("noise", "version")]
+            best.add(context, Chunks(*jax.tree.unflatten(like, leaves), *made))
 
 
 def _unchecked_observation(pictures: Mapping[str, int]) -> Observation:

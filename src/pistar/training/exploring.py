@@ -36,9 +36,9 @@ class Mood:
     hold_noise: bool = False
     """The same noise for every chunk."""
     action_deviation: float = 0.0
-    """In deviations of the action in the data."""
+    """In the model's units."""
     shift: Float[np.ndarray, " s"] | None = None
-    """What the state the policy is told is off by, in deviations of the state in the data."""
+    """What the state the policy is told is off by, in the model's units."""
 
 
 ZERO_NOISE = Mood("zero noise", noise_scale=0.0)
@@ -274,6 +274,10 @@ class Chunks:
     observations: Observation
     actions: Float[AnyArray, "b h a"]
     valid: Bool[AnyArray, "b h"]
+    noise: Float[AnyArray, "b h a"] | None = None
+    """What each was made of, where it is as the policy put it out …"""
+    version: Int[AnyArray, " b"] | None = None
+    """… and by which policy."""
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -293,6 +297,8 @@ def executed_chunks(plans: Sequence[Plan], episode: Episode, execute: int) -> Ch
         stack_observations([plan.seen for plan in plans]),
         np.stack([plan.chunk for plan in plans]),
         np.arange(horizon) < np.array(done)[:, None],
+        np.stack([plan.noise for plan in plans]),
+        np.array([plan.version for plan in plans]),
     )
 
 
@@ -312,10 +318,20 @@ def stepwise_chunks(episode: Episode, inputs: Transform, horizon: int) -> Chunks
 
 
 def join(parts: Sequence[Chunks]) -> Chunks:
-    """One after the other."""
+    """One after the other, to learn from; what they were made of is left behind."""
 
     def together(*rows: AnyArray) -> np.ndarray:
         return np.concatenate(rows)
 
     observations = jax.tree.map(together, *(part.observations for part in parts))
     return Chunks(observations, together(*(part.actions for part in parts)), together(*(part.valid for part in parts)))
+
+
+def with_prompts_of(chunks: Chunks, parts: Sequence[Chunks]) -> Chunks:
+    """The same chunks with the prompts of these, one after the other. Pictures are not copied."""
+    told = dataclasses.replace(
+        chunks.observations,
+        tokenized_prompt=np.concatenate([part.observations.tokenized_prompt for part in parts]),
+        tokenized_prompt_mask=np.concatenate([part.observations.tokenized_prompt_mask for part in parts]),
+    )
+    return dataclasses.replace(chunks, observations=told)

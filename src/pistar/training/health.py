@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -62,6 +62,14 @@ def has_ended(checkpoint: Path) -> bool:
     return (checkpoint / COURSE_FILE).exists() and Course.load(checkpoint).finished
 
 
+def _read_event(line: str) -> dict[str, Any] | None:
+    """None where a kill or a full disk has cut the line short."""
+    with contextlib.suppress(json.JSONDecodeError):
+        event: dict[str, Any] = json.loads(line)
+        return event
+    return None
+
+
 class Events:
     """What happened that whoever watches the run should know: shown, and one line each in events.jsonl."""
 
@@ -72,8 +80,8 @@ class Events:
             self._path = Path(os.devnull)
             return
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        told = [(line, json.loads(line)) for line in lines]
-        kept = [line for line, event in told if event["iteration"] < after or event["event"] == ENDED]
+        told = [(line, _read_event(line)) for line in lines]
+        kept = [line for line, event in told if event and (event["iteration"] < after or event["event"] == ENDED)]
         aside = self._path.with_suffix(".tmp")
         aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         aside.replace(self._path)
@@ -228,7 +236,7 @@ def tune(config: TuningConfig, course: Course, measured: Mapping[str, float]) ->
             wanted = course.rate / c.factor
         elif drift < c.target_drift / c.tolerance:
             wanted = course.rate * c.factor
-        wanted = min(max(wanted, 1 / c.most), c.most)
+        wanted = min(max(wanted, min(course.rate, 1 / c.most)), c.most)  # rollbacks may have made it smaller still
         if not math.isclose(wanted, course.rate):
             course.rate = wanted
             yield "learning rate", f"drift {drift:.3g} for a target of {c.target_drift:g}; now {wanted:.3g} ×"

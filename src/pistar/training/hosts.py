@@ -209,6 +209,12 @@ def own_share(count: int) -> range:
     return range(host * count // hosts, (host + 1) * count // hosts)
 
 
+def own_name(name: str, host: int, hosts: int) -> str:
+    """Of a file or folder that each host has of its own: best.npz where there is one, best-0-of-2.npz of two."""
+    stem, dot, suffix = name.partition(".")
+    return name if hosts == 1 else f"{stem}-{host}-of-{hosts}{dot}{suffix}"
+
+
 def in_step(name: str, program: Any) -> Callable[..., Any]:  # noqa: ANN401  # what jax.jit gives
     """The same, but first called when all hosts have compiled it: a collective does not wait for one that still does.
 

@@ -1,12 +1,13 @@
 """What RIPT makes of practice: lessons of each group, and an iteration's updates of the policy."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,9 @@ import optax
 from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
 from pistar.config import RiptConfig
 from pistar.data.loader import to_devices
-from pistar.models.pi0 import Params
 from pistar.models.tokenizer import PromptTokenizer
 from pistar.training.experience import BestOf, Context, load_best, save_best
-from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join
+from pistar.training.exploring import Behaviour, Chunks, PromptLabels, join, with_prompts_of
 from pistar.training.hosts import exchange, in_step, several
 from pistar.training.metrics import Window, add_windows, as_sound_window
 from pistar.training.plan import abstract_batch
@@ -28,6 +28,8 @@ from pistar.training.run import OnlineRun
 from pistar.training.sharding import everywhere, on_own_devices, over_rows
 from pistar.types import AnyArray, Observation
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
@@ -35,6 +37,8 @@ class Lesson:
 
     chunks: Chunks
     advantage: float
+    acted: Chunks | None = None
+    """The same with the prompts the policy acted by, where it is told something else now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Kept:
 
     start: Context
     instruction: str
+    asked: Label
+    """What the policy was asked for."""
     lessons: Sequence[Lesson]
 
 
@@ -84,8 +90,8 @@ class Learner:
         self._restart = in_step("a restart", jax.jit(agent.restarted, donate_argnums=0, out_shardings=where))
         self._drift = in_step("the drift", jax.jit(agent.drift))
         self._norm = in_step("the norm", jax.jit(lambda state: optax.tree.norm(state.policy.trained)))
-        self._copy = jax.jit(_copied)
-        self._gather = in_step("the policy that acts", jax.jit(_copied, out_shardings=everywhere(run.mesh)))
+        self._copy = jax.jit(copied)
+        self._gather = in_step("the policy that acts", jax.jit(copied, out_shardings=everywhere(run.mesh)))
 
     # --- Acting -------------------------------------------------------------------------------------------------------
 
@@ -108,9 +114,10 @@ class Learner:
     def practise(self, behaviour: Behaviour, iteration: int) -> Practised[Kept]:
         """An iteration's rollouts."""
         looked = self._run.config.online.windows == "looked"
-        return self._practice.practise(behaviour, iteration, self._keep, record=not looked, plans=looked)
+        keep = functools.partial(self._keep, asked="none" if behaviour.labels is None else "positive")
+        return self._practice.practise(behaviour, iteration, keep, record=not looked, plans=looked)
 
-    def _keep(self, group: Group) -> Kept:
+    def _keep(self, group: Group, asked: Label) -> Kept:
         replay = self._run.config.online.replay
         advantages = group_advantages(self._algorithm, group.rewards[None])[0]
         weights = chunk_weights(self._algorithm, jnp.asarray(advantages))
@@ -123,7 +130,7 @@ class Learner:
             for episode, plans, advantage, good in zip(group.episodes, group.plans, advantages, wanted, strict=True)
             if good
         ]
-        return Kept(group.start, group.episodes[0].task, lessons)
+        return Kept(group.start, group.episodes[0].task, asked, lessons)
 
     # --- Learning -----------------------------------------------------------------------------------------------------
 
@@ -142,6 +149,10 @@ class Learner:
         count, most = counts[jax.process_index()], max(counts)
         lessons = lessons or [Lesson(self._blank(), 0.0)]
         chunks = join([lesson.chunks for lesson in lessons])
+        # How far it goes is seen where it acted: by labels it has yet to learn, any policy changes out of all bounds.
+        acted = None
+        if self._labels is not None:
+            acted = with_prompts_of(chunks, [lesson.acted or lesson.chunks for lesson in lessons])
         advantages = np.concatenate([np.full(len(each.chunks), each.advantage, np.float32) for each in lessons])
         rows = (config.batch_size - self._run.demonstrated) // len(counts)
         updates = online.updates or math.ceil(online.epochs * most / rows)
@@ -157,11 +168,12 @@ class Learner:
         looks = max(1, calls // 10)
         before = int(state.policy.step)  # asked once: the device works on one call while the next is made ready
         for call in range(calls):
-            batches = [
-                self._batch(chunks, advantages, next(picks), rows, before + made + at)
-                for at in range(config.updates_per_dispatch)
-            ]
-            probe = probe if probe is not None else to_devices(batches[0], over_rows(self._run.mesh))
+            picked = list(itertools.islice(picks, config.updates_per_dispatch))
+            batches = [self._batch(chunks, advantages, own, rows, before + made + at) for at, own in enumerate(picked)]
+            if probe is None:
+                first = batches[0] if acted is None else self._batch(acted, advantages, picked[0], rows, before)
+                own = np.asarray(first.valid) & ~np.asarray(first.demonstration)[:, None]
+                probe = to_devices(dataclasses.replace(first, valid=own), over_rows(self._run.mesh))
             keys = jax.vmap(lambda at: jax.random.fold_in(key, at))(made + jnp.arange(len(batches)))
             stacked = jax.tree.map(lambda *each: np.stack(each), *batches)
             stacked = to_devices(stacked, over_rows(self._run.mesh, stacked=True))
@@ -193,15 +205,17 @@ class Learner:
         if self._labels is None:
             return [lesson for each in kept for lesson in each.lessons]
         rng = np.random.default_rng([self._run.config.seed, iteration, 2**21])
-        return [self._label(lesson, each.instruction, rng) for each in kept for lesson in each.lessons]
+        return [self._label(lesson, each, rng) for each in kept for lesson in each.lessons]
 
-    def _label(self, lesson: Lesson, instruction: str, rng: np.random.Generator) -> Lesson:
+    def _label(self, lesson: Lesson, of: Kept, rng: np.random.Generator) -> Lesson:
         """Its chunks told how it went, but for some that are told nothing."""
         assert self._labels is not None
         label: Label = "positive" if lesson.advantage > 0 else "negative"
         dropped = rng.uniform(size=len(lesson.chunks)) < self._algorithm.label_dropout
         labels: list[Label] = ["none" if untold else label for untold in dropped]
-        return Lesson(self._labels.write(lesson.chunks, instruction, labels), lesson.advantage)
+        asked: list[Label] = [of.asked] * len(labels)
+        told, acted = (self._labels.write(lesson.chunks, of.instruction, each) for each in (labels, asked))
+        return Lesson(told, lesson.advantage, acted)
 
     def _blank(self) -> Chunks:
         """A chunk for the rows of a host that has nothing to learn from."""
@@ -235,9 +249,9 @@ class Learner:
         load_best(folder, self._best, cameras, jax.process_index(), jax.process_count())
 
 
-def _copied(params: Params) -> Params:
-    """As one program: one for each of them takes longer to compile."""
-    return {name: jnp.copy(param) for name, param in params.items()}
+def copied(tree: T) -> T:
+    """As one program: one for each of its arrays takes longer to compile."""
+    return jax.tree.map(jnp.copy, tree)  # type: ignore[no-any-return]
 
 
 def _picks(rng: np.random.Generator, count: int, rows: int, most: int) -> Iterator[np.ndarray]:

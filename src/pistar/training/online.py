@@ -45,7 +45,7 @@ from pistar.training.memory import resident_bytes
 from pistar.training.metrics import MetricsLog, means, trackers_of
 from pistar.training.offline import CONFIG_FILE, StopRequest, claim_folder, compare_contracts, use_compilation_cache
 from pistar.training.plan import abstract_state
-from pistar.training.practice import Practice, Practised
+from pistar.training.practice import Practice, Practised, ToldFault
 from pistar.training.run import OnlineRun, first_params, first_state, prepare_online
 from pistar.training.saving import Saver, parts_of, restore
 from pistar.training.sharding import state_sharding
@@ -55,11 +55,6 @@ def train(
     config: RLTrainConfig, console: Console, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False
 ) -> Path | None:
     """Run it to its last iteration. Returns the last checkpoint, or nothing where none was made."""
-    if several() and not isinstance(config.algorithm, RiptConfig):
-        raise UserError(
-            f"{config.name} practises on one host so far, as ACRLPD has one replay buffer; leave the options "
-            "for several out, or practise by RIPT (ript_…)."
-        )
     use_compilation_cache()
     tasks, online = _tasks(config), config.online
     folder, checkpoints = config.folder, config.folder / "checkpoints"
@@ -119,7 +114,8 @@ def train(
         ):
             if start_from is None:
                 with console.status("judging the policy it begins with …"):
-                    found = practice.judge(learner.behaviour(state, 0))
+                    found, faults = practice.judge(learner.behaviour(state, 0))
+                _tell_of_faults(events, 0, faults, "episode")
                 take_note(course, 0, found, online.min_gain)
                 log.log(0, {}, found)
                 console.print(f"before: {_told_evaluation(found)}", markup=False, highlight=False)
@@ -127,10 +123,8 @@ def train(
             while iteration < config.steps and not course.finished and not stop.requested():
                 with console.status(f"iteration {iteration + 1} of {config.steps}: practising …"):
                     done = ahead.result() if ahead else learner.practise(learner.behaviour(state, iteration), iteration)
-                for (task, start), fault, dropped in done.faults:
-                    what = "group dropped" if dropped else "episode run again"
-                    events.note(iteration, fault.kind, fault.detail, what, show=False, task=task, start_id=start)
-                done.measured["practice/policy_age"] = float(ahead is not None)
+                _tell_of_faults(events, iteration, done.faults, "group")
+                done.measured["practice/policy_age"] = float(iteration - done.version)
                 lessons = learner.lessons(done.kept, iteration)
                 done = dataclasses.replace(done, kept=())  # theirs now, to keep or to forget
                 known = practice.starts.copy_of_known()  # as learnt from so far, whoever practises meanwhile
@@ -144,7 +138,8 @@ def train(
                 found = {}
                 if _judges(config, iteration):
                     with console.status(f"iteration {iteration} of {config.steps}: judging …"):
-                        found = practice.judge(learner.behaviour(state, iteration))
+                        found, faults = practice.judge(learner.behaviour(state, iteration))
+                    _tell_of_faults(events, iteration - 1, faults, "episode")
                 learnt |= {"tuning/rate": course.rate, "tuning/epochs": course.epochs}
                 log.log(iteration, window, done.measured | learnt | found)
                 each = (time.monotonic() - began) / (iteration - (start_from or 0))
@@ -163,14 +158,14 @@ def train(
                 grown = max(exchange("memory", (first_resident, resident)), key=lambda each: each[1] / max(each[0], 1))
                 wrong = list(troubles(online.health, course, measured, (grown[0], grown[1])))
                 tell_of_skipped(online.health, measured, iteration, events)
-                if any(whose == "policy" for whose, _, _ in wrong):
+                in_trouble = any(whose == "policy" for whose, _, _ in wrong)
+                if in_trouble and back_to_good(online.health, course, iteration, wrong, events):
                     if ahead is not None:
                         ahead.result()  # by a policy nobody wants; its simulators must be free
                         ahead, practice.starts.known = None, known  # as if it had not been
                         known = practice.starts.copy_of_known()
                     saver.wait()
-                    if back_to_good(online.health, course, iteration, wrong, events):
-                        state = state_of(course.good)
+                    state = state_of(course.good)
                 else:
                     if found or not online.evaluate_every:  # a collapse is not seen before it is judged
                         course.rollbacks = 0
@@ -228,10 +223,10 @@ def _tasks(config: RLTrainConfig) -> list[str]:
     name = config.online.environment
     if name is None:
         raise UserError(f"{config.name} names no environment; add --online.environment NAME, as metaworld/push-v3.")
-    if config.online.exploration.misled and (config.prompt_format or config.model.model_type) == "pi05":
+    if config.online.exploration.misled and config.model.pi05:
         raise UserError(
-            "online.exploration.misled shifts the state among the model's inputs, and π₀.₅ reads it in its prompt; "
-            "set it to 0."
+            f"online.exploration.misled is {config.online.exploration.misled}: it shifts the state among the model's "
+            "inputs, and π₀.₅ reads it in its prompt, if at all; set it to 0."
         )
     if several() and config.online.engine == "ray" and config.online.workers is None:
         raise UserError(
@@ -318,6 +313,12 @@ def _told_learning(learnt: dict[str, float]) -> str:
     )
 
 
+def _tell_of_faults(events: Events, iteration: int, faults: Sequence[ToldFault], whole: str) -> None:
+    for (task, start), fault, dropped in faults:
+        done = f"{whole} dropped" if dropped else "episode run again"
+        events.note(iteration, fault.kind, fault.detail, done, show=False, task=task, start_id=start)
+
+
 def _told_evaluation(found: dict[str, float]) -> str:
     parts = []
     for name, words in (("zero_noise", "without noise"), ("sampled", "sampled"), ("best_of_n", "best of N")):
@@ -326,7 +327,8 @@ def _told_evaluation(found: dict[str, float]) -> str:
         won, of = int(found[f"evaluation/{name}"]), int(found[f"evaluation/{name}_of"])
         low, high = wilson(won, of)
         parts.append(f"{won}/{of} {words} ({low:.0%} to {high:.0%})")
-    return f"held out {', '.join(parts)}"
+    faults = found.get("evaluation/faults", 0.0)
+    return f"held out {', '.join(parts)}{f', {faults:.0f} failures of simulators' if faults else ''}"
 
 
 def _told_end(console: Console, config: RLTrainConfig, course: Course, iteration: int) -> None:

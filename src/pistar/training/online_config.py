@@ -31,11 +31,12 @@ class ExplorationConfig:
     action_noise: float = 0.0
     """Each action is off by chance, and what was executed is what is learnt from …"""
     action_noise_scale: float = 0.4
-    """… with a deviation of up to this, drawn for the episode; the unit is the deviation of the action in the data."""
+    """… with a deviation of up to this, drawn for the episode, in the model's units: of the action's deviation in the
+    data, or with quantiles of half its range."""
     misled: float = 0.0
     """The policy is told a state that is off by the same for a whole episode, and learns from the true one …"""
     misled_scale: float = 0.5
-    """… with a deviation of up to this, drawn for the episode; the unit is the deviation of the state in the data."""
+    """… with a deviation of up to this, drawn for the episode, in the model's units."""
     adaptive: bool = False
     """Explore the less, the oftener a start state succeeds: the shares times its rate of failure so far. One that was
     tried and never succeeded explores in every rollout."""
@@ -179,7 +180,8 @@ class OnlineConfig:
     replay_keeps: int = 2
     """Successes of a start state `best` keeps."""
     replay_capacity: int = 100_000
-    """Steps ACRLPD's replay buffer holds, those of the newest episodes: 147 kB each for every camera of 224² …"""
+    """Steps ACRLPD's replay buffer holds, of all hosts together, those of the newest episodes: 147 kB each for every
+    camera of 224² …"""
     replay_min_steps: int = 1_000
     """… and has to hold before it is drawn from. Until then batches are all from the datasets."""
     windows: Windows = "looked"

@@ -20,7 +20,8 @@ from pistar.data.robots import input_transform, output_transform
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
-from pistar.envs.worker import Fault
+from pistar.envs.worker import LOST, Fault
+from pistar.errors import UserError
 from pistar.tables import from_table, to_table
 from pistar.training.config import RLTrainConfig
 from pistar.training.experience import Context, Starts
@@ -89,6 +90,10 @@ class Outcome:
     faults: tuple[Fault, ...]
 
 
+ToldFault = tuple[Context, Fault, bool]
+"""Of which start state, what, and whether its group, or its episode, had to be dropped."""
+
+
 @dataclasses.dataclass
 class Tally:
     """What is counted while practising."""
@@ -97,7 +102,7 @@ class Tally:
     teaching: int = 0
     by_kind: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Of exploration: successes, of how many episodes."""
-    faults: list[tuple[Context, Fault, bool]] = dataclasses.field(default_factory=list)
+    faults: list[ToldFault] = dataclasses.field(default_factory=list)
 
     def count(self, group: Outcome) -> None:
         """One more. Of one that could not be finished nothing but that."""
@@ -123,7 +128,7 @@ class Tally:
             "practice/informative": float(self.teaching),
             "practice/start_states": float(len(self.tried)),
             "practice/environment_steps": float(spent.steps),
-            "practice/faults": float(len(self.faults)),
+            "practice/faults": _failures(self.faults),
             "time/practice_seconds": seconds,
             "time/steps_per_second": spent.steps / seconds,
             "time/simulators_share": spent.simulators / seconds / workers,
@@ -139,8 +144,9 @@ class Practised(Generic[T]):
     kept: Sequence[T]
     """Of each whole group of this host what its learner keeps."""
     measured: dict[str, float]
-    faults: Sequence[tuple[Context, Fault, bool]]
-    """Of which start state, what, and whether its group had to be dropped."""
+    faults: Sequence[ToldFault]
+    version: int
+    """Of the policy that acted: iterations it had learnt from."""
 
 
 class Practice:
@@ -204,7 +210,7 @@ class Practice:
                     self.starts.learn(outcome.start, sum(outcome.successes), len(outcome.successes))
         measured = tally.measured(time.monotonic() - since, clock, self._envs.workers)
         measured["practice/solved_start_states"] = float(self.starts.solved)
-        return Practised(kept, measured, tally.faults)
+        return Practised(kept, measured, tally.faults, behaviour.version)
 
     def _explorer(
         self, behaviour: Behaviour, key: jax.Array, moods: Sequence[Mood], first: int, *, keep: bool
@@ -243,20 +249,23 @@ class Practice:
         return stepwise_chunks(episode, self._inputs, self._config.model.action_horizon)
 
     @by_itself()
-    def judge(self, behaviour: Behaviour) -> dict[str, float]:
+    def judge(self, behaviour: Behaviour) -> tuple[dict[str, float], list[ToldFault]]:
         """Successes on held-out start states: without noise, and with the flow's own. The same noise every time. Where
-        a critic chooses in practice, it does so in a count of its own."""
+        a critic chooses in practice, it does so in a count of its own. And what failed of the simulators meanwhile."""
         episodes, scenes = self._config.online.evaluate_episodes, self._envs.scenes
         starts = [(task, start) for task, scene in scenes.items() for start in scene.held_out[:episodes]]
         trials = {"zero_noise": (ZERO_NOISE, behaviour.alone), "sampled": (Mood(), behaviour.alone)}
         if behaviour.judge is not None:
             trials["best_of_n"] = (Mood(), behaviour)
-        found: dict[str, float] = {}
+        found, failed = dict[str, float](), list[Outcome]()
         ours = own_share(len(starts))
         for name, (mood, acting) in trials.items():
             key = chance(self._config, 3)
             explorer = self._explorer(acting, key, [mood] * len(starts), ours.start, keep=False)
             for rollout in roll_out(self._envs, starts[ours.start : ours.stop], explorer, execute=self.execute):
+                if rollout.faults:
+                    over = None if rollout.episode is None else (bool(rollout.episode.success),)
+                    failed.append(Outcome((rollout.task, rollout.start_id), over, (name,), (*rollout.faults,)))
                 if rollout.episode is None:
                     continue
                 for what in (name, *((f"{name}/{rollout.task}",) if len(scenes) > 1 else ())):
@@ -265,7 +274,20 @@ class Practice:
                     found[of] = found.get(of, 0.0) + 1
         everywhere = exchange("evaluation", found)
         names = dict.fromkeys(name for each in everywhere for name in each)
-        return {name: sum(each.get(name, 0.0) for each in everywhere) for name in names}
+        told = [(each.start, fault, each.successes is None) for each in _of_all_hosts(failed) for fault in each.faults]
+        for name in trials:
+            if f"evaluation/{name}_of" not in names:
+                raise UserError(
+                    f"None of the {len(starts)} held-out episodes could be finished: "
+                    f"{told[-1][1].kind}, {told[-1][1].detail}. Try the simulator alone, by `pistar eval`."
+                )
+        counts = {name: sum(each.get(name, 0.0) for each in everywhere) for name in names}
+        return counts | {"evaluation/faults": _failures(told)}, told
+
+
+def _failures(faults: Sequence[ToldFault]) -> float:
+    """How often a simulator failed. What went with it is not another failure."""
+    return float(sum(fault.kind != LOST for _, fault, _ in faults))
 
 
 def _of_all_hosts(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 
 from pistar.agents.acrlpd import Acrlpd
 from pistar.agents.flow_bc import FlowBC
-from pistar.agents.ript import Ript
+from pistar.agents.ript import Ript, labelled
 from pistar.config import AcrlpdConfig, Pi0Config, RiptConfig
 from pistar.data.dataset_stats import DatasetPart, norm_stats_of
 from pistar.data.frame_pool import FramePool
@@ -42,6 +42,7 @@ from pistar.training.hosts import in_step
 from pistar.training.loading import load_into
 from pistar.training.metrics import check_trackers
 from pistar.training.optimizers import CosineSchedule, make_optimizer
+from pistar.training.policy import check_label_fits
 from pistar.training.sharding import make_mesh, over_rows, place, state_sharding
 
 Agent = FlowBC | Acrlpd | Ript
@@ -216,10 +217,28 @@ def _sources(config: RLTrainConfig, data: Sequence[_Labelled], inputs: ModelInpu
             part.labels,
             _pictures(config, part.dataset, inputs.robot, dry=dry),
             prompt=config.data.prompt,
+            tell=_told(config, inputs),
             repack=_repack(config, inputs.robot),
         )
         for part in data
     ]
+
+
+def _told(config: RLTrainConfig, inputs: ModelInputs) -> Callable[[str], str]:
+    """What the policy is told of a task that is demonstrated: where it learns labels, that this is how to do it well.
+
+    Unlabelled, demonstrations would be what guidance leads away from.
+    """
+    if not isinstance(config.algorithm, RiptConfig) or config.algorithm.weighting != "cfg":
+        return str
+    assert isinstance(inputs.tokenizer, PromptTokenizer)
+    tokenizer, state_dim = inputs.tokenizer, inputs.robot.state_dim if inputs.discrete_state else None
+
+    def as_good(prompt: str) -> str:
+        check_label_fits(tokenizer, prompt, state_dim)
+        return labelled(prompt, "positive")
+
+    return as_good
 
 
 def _loader(
