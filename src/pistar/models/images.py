@@ -108,12 +108,14 @@ def _jitter_colours(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[
     red, green, blue = image[..., 0], image[..., 1], image[..., 2]
     value = image.max(-1)
     chroma = value - image.min(-1)
-    # Hue in sixths of the circle: red 0, green 2, blue 4, and from there towards the second strongest colour.
-    # By comparing channels: one that is computed again for another use may be rounded unlike the maximum of all.
-    of_red, of_green = (red >= green) & (red >= blue), green >= blue
-    strongest = jnp.where(of_red, 0, jnp.where(of_green, 2, 4))
-    lean = jnp.where(of_red, green - blue, jnp.where(of_green, blue - red, red - green))
-    hue = strongest + lean / jnp.where(chroma == 0, 1, chroma)
+    # Hue in sixths of the circle: red 0, green 2, blue 4, and from there towards the second strongest colour. Each
+    # with its own place, so that of two equally strong ones either will do: a channel that XLA computes again for
+    # another use may be rounded otherwise there.
+    sixth = jnp.where(chroma == 0, 1, chroma)
+    of_green, of_blue = 2 + (blue - red) / sixth, 4 + (red - green) / sixth
+    hue = jnp.where(
+        (red >= green) & (red >= blue), (green - blue) / sixth, jnp.where(green >= blue, of_green, of_blue)
+    )
     saturation = chroma / jnp.where(value == 0, 1, value)
 
     value = jnp.where(brightness < 0, value * (1 + brightness), value * (1 - brightness) + brightness)
