@@ -10,8 +10,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tiny models run in no time however they are compiled; compiling is what takes long, and by the older way of making
-# loops, in one piece, it takes a quarter. And without YNNPACK, whose products of bfloat16 depend on the processor: on one with instructions
-# for them OpenPI's numbers, made on another, would be missed.
+# loops, in one piece, it takes a quarter. And without YNNPACK, whose products of bfloat16 depend on the processor: on
+# one with instructions for them OpenPI's numbers, made on another, would be missed.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),

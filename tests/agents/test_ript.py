@@ -13,8 +13,8 @@ import pytest
 from jaxtyping import Array
 
 from bandit import MODEL, imitator, observation, paid, plays, post_train, settings
-from pistar.agents.flow_bc import FlowBC
-from pistar.agents.ript import Ript, RiptBatch, chunk_weights, group_advantages, labelled
+from pistar.agents.flow_bc import FlowBC, velocity_between
+from pistar.agents.ript import Ript, RiptBatch, chunk_weights, group_advantages, labelled, prompts_of
 from pistar.config import RiptConfig, Weighting
 from pistar.errors import UserError
 from pistar.models.pi0 import Params, bind, draw_noise_and_time
@@ -134,6 +134,33 @@ def test_failures_weigh_nothing_and_steps_never_executed_teach_nothing() -> None
     other[1] = 50.0  # a failure's chunk, and with it the step that was not executed
     same, _ = update(state, dataclasses.replace(batch(), actions=other), KEY)
     assert all(np.array_equal(p, same.policy.trained[n]) for n, p in after.policy.trained.items())
+
+
+def test_the_anchors_reference_is_asked_without_labels_and_not_about_demonstrations() -> None:
+    """It has never been told of labels: by them it would put out anything."""
+    agent = Ript(MODEL, settings("cfg", anchor=1.0), optax.sgd(0.0))
+    state = agent.init_from(moved(fresh(), 0.3))
+    plain = batch()
+    good = observation(["positive"] * 4)
+    told = dataclasses.replace(plain, observations=good, unlabelled=prompts_of(plain.observations))
+    update = jax.jit(agent.update)
+    noise, time = draw_noise_and_time(KEY, plain.actions.shape)
+
+    @jax.jit
+    def apart(params: Params) -> Array:
+        model = bind(MODEL, params)
+        here, there = (
+            velocity_between(model, seen, jnp.asarray(plain.actions), noise, time)
+            for seen in (good, plain.observations)
+        )
+        return jnp.mean((here - there) ** 2, axis=-1)
+
+    away = np.where(plain.valid, apart(moved(fresh(), 0.3)), 0)
+    assert away.sum() > 1e-3, "or labels would make no difference"
+    _, metrics = update(state, told, KEY)
+    np.testing.assert_allclose(metrics["anchor_distance"], away[:3].sum() / 7, rtol=1e-4)
+    _, metrics = update(state, dataclasses.replace(told, observations=plain.observations), KEY)
+    assert float(metrics["anchor_distance"]) < 1e-10
 
 
 def test_at_rate_zero_nothing_changes_and_nobody_drifts() -> None:

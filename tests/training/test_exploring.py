@@ -310,7 +310,7 @@ def test_a_label_that_would_be_cut_off_is_refused(labels: PromptLabels) -> None:
         labels.check("pick up the puck and bring it to the goal")
 
 
-def test_labels_are_written_row_by_row(labels: PromptLabels) -> None:
+def test_labels_are_written_into_every_row(labels: PromptLabels) -> None:
     seen = Observation(
         images={},
         image_masks={},
@@ -319,8 +319,9 @@ def test_labels_are_written_row_by_row(labels: PromptLabels) -> None:
         tokenized_prompt_mask=np.zeros((2, 28), bool),
     )
     chunks = Chunks(seen, np.zeros((2, 5, 17), np.float32), np.ones((2, 5), bool))
-    told = labels.write(chunks, "go right", ["negative", "none"]).observations
-    for row, text in enumerate(("go right Advantage: negative", "go right")):
+    expected: dict[Label, str] = {"negative": "go right Advantage: negative", "none": "go right"}
+    for label, text in expected.items():
+        told = labels.write(chunks, "go right", label).observations
         tokens, mask = labels.tokenizer.tokenize(text, None)
-        np.testing.assert_array_equal(told.tokenized_prompt[row], tokens)
-        np.testing.assert_array_equal(told.tokenized_prompt_mask[row], mask)
+        np.testing.assert_array_equal(told.tokenized_prompt, [tokens] * 2)
+        np.testing.assert_array_equal(told.tokenized_prompt_mask, [mask] * 2)

@@ -12,26 +12,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 from metaworld_policy import PROMPT, fresh_checkpoint, noise_dataset
+from pistar.agents.flow_bc import velocity_between
 from pistar.agents.ript import Label, RiptBatch, labelled
 from pistar.config import RiptConfig, Weighting
 from pistar.data.loader import to_devices
+from pistar.data.transforms import stack_observations
 from pistar.errors import UserError
+from pistar.models.pi0 import bind
 from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import DataConfig, RLTrainConfig
 from pistar.training.experience import Starts
-from pistar.training.exploring import _sample
+from pistar.training.exploring import Plan, _sample
 from pistar.training.health import has_ended
-from pistar.training.learner import Learner
+from pistar.training.learner import Kept, Learner
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
 from pistar.training.online_config import ExplorationConfig, HealthConfig, StartsConfig
+from pistar.training.practice import Group
 from pistar.training.run import prepare_online
 from pistar.training.saving import saved_steps
 from small_practice import small_practice
@@ -135,6 +141,38 @@ def test_an_iteration_at_next_to_no_rate_changes_nothing(
         assert lines[0][f"evaluation/{name}"] == lines[1][f"evaluation/{name}"]
     for name, param in params(checkpoint).items():
         np.testing.assert_allclose(params(saved)[name], param, rtol=0, atol=1e-28, err_msg=name)
+
+
+def test_what_is_learnt_from_is_what_the_trained_model_makes_of_the_noise_it_acted_by(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acting by other weights, prompts or precision than are trained would show here, and nowhere else."""
+    plans: list[Plan] = []
+    keep = Learner._keep
+
+    def kept(self: Learner, group: Group, asked: Label) -> Kept:
+        plans.extend(plan for episode in group.plans for plan in episode)
+        return keep(self, group, asked)
+
+    monkeypatch.setattr(Learner, "_keep", kept)
+    config = small_practice(checkpoint, tmp_path, updates=1, exploration=ExplorationConfig(held_noise=0.5))
+    run(dataclasses.replace(config, steps=1))
+    assert len(plans) >= 32
+    model = bind(config.model, {name: jnp.asarray(param) for name, param in params(checkpoint).items()})
+    seen = stack_observations([plan.seen for plan in plans])
+
+    @jax.jit
+    def euler(x: jax.Array) -> jax.Array:
+        for step in range(10):
+            time = jnp.full(len(x), 1 - step / 10)
+            x = x - velocity_between(model, seen, x, x, time) / 10  # between x and x there is only x
+        return x
+
+    expected = euler(jnp.stack([plan.noise for plan in plans]))
+    chunks = np.stack([plan.chunk for plan in plans])
+    np.testing.assert_allclose(chunks[..., :4], expected[..., :4], atol=1e-4)
+    assert (chunks[..., 4:] == 0).all(), "padding, which the model has learnt to be 0"
+    assert np.abs(expected[..., 4:]).max() > 0.1
 
 
 def test_a_start_state_that_cannot_be_finished_is_neither_counted_nor_learnt_from(
@@ -362,6 +400,36 @@ def test_how_far_it_went_is_measured_by_the_prompts_it_acted_by(
     labels: tuple[Label, ...] = "none", "positive"
     for prompts, label in zip(seen, labels, strict=True):
         np.testing.assert_array_equal(prompts, [tokenizer.tokenize(labelled("go right", label), None)[0]])
+
+
+def test_labels_are_left_out_anew_in_every_update_and_never_told_to_the_anchor(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RiptBatch] = []
+    batch = Learner._batch
+
+    def noticed(self: Learner, *given: Any) -> RiptBatch:
+        made.append(batch(self, *given))
+        return made[-1]
+
+    monkeypatch.setattr(Learner, "_batch", noticed)
+    config = small_practice(checkpoint, tmp_path, replay="none", updates=60)
+    algorithm = RiptConfig("cfg", anchor=0.1, ema_decay=None, augmentation=False, label_dropout=0.3)
+    run(dataclasses.replace(config, algorithm=algorithm, steps=1))
+    tokenizer = load_tokenizer("tiny", config.model.max_token_len)
+    labels: tuple[Label, ...] = "none", "positive", "negative"
+    plain, good, bad = (tokenizer.tokenize(labelled("go right", label), None)[0] for label in labels)
+    told_nothing: dict[bytes, set[bool]] = {}
+    for one in made:
+        if one.unlabelled is None:  # to see how far it went, not to learn from
+            continue
+        np.testing.assert_array_equal(one.unlabelled[0], np.broadcast_to(plain, one.unlabelled[0].shape))
+        prompts = np.asarray(one.observations.tokenized_prompt)
+        for tokens, action, advantage in zip(prompts, one.actions, np.asarray(one.advantages), strict=True):
+            untold = np.array_equal(tokens, plain)
+            assert untold or np.array_equal(tokens, good if advantage > 0 else bad)
+            told_nothing.setdefault(np.asarray(action).tobytes(), set()).add(untold)
+    assert sum(len(ways) == 2 for ways in told_nothing.values()) > 0.8 * len(told_nothing)
 
 
 def test_demonstrations_are_told_to_be_good_where_labels_are_learnt(checkpoint: Path, tmp_path: Path) -> None:

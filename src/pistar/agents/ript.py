@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pistar.agents.accumulation import even_weight, mean_parts
 from pistar.agents.estimators import leave_one_out, standardised
@@ -48,6 +48,20 @@ def chunk_weights(config: RiptConfig, advantages: Float[Array, " b"]) -> Float[A
     return jnp.ones_like(advantages)
 
 
+Prompts = tuple[Int[AnyArray, "b l"], Bool[AnyArray, "b l"]]
+"""Tokens and mask."""
+
+
+def prompts_of(observations: Observation) -> Prompts:
+    """What these ask."""
+    return observations.tokenized_prompt, observations.tokenized_prompt_mask
+
+
+def asked_by(observations: Observation, tokens: Int[AnyArray, "b l"], mask: Bool[AnyArray, "b l"]) -> Observation:
+    """The same, asked otherwise."""
+    return dataclasses.replace(observations, tokenized_prompt=tokens, tokenized_prompt_mask=mask)
+
+
 @pytree
 class RiptBatch:
     """Chunks that were executed, each with its rollout's advantage; and of demonstrations, to stay near them."""
@@ -60,6 +74,8 @@ class RiptBatch:
     advantages: Float[AnyArray, " b"]
     demonstration: Bool[AnyArray, " b"]
     """Imitated with weight 1, whatever their advantage."""
+    unlabelled: Prompts | None = None
+    """Where prompts have labels and there is an anchor: without. Its reference has never been told of labels."""
 
 
 @pytree
@@ -98,41 +114,46 @@ class Ript:
     ) -> tuple[RiptState, dict[str, Array]]:
         """One step down L = Σ w·valid·flow / Σ valid + λ·Σ valid·|v − v_ref|² / Σ valid, both at the same (x_t, t).
 
-        `rate` times as long as the optimiser has it; none at all where the gradient is not finite.
+        Where labels are learnt, v_ref is of the prompt without one, and the second sum of own chunks alone. `rate`
+        times as long as the optimiser has it; none at all where the gradient is not finite.
         """
         augment_key, _, _ = jax.random.split(key, 3)  # the other two make noise and time
         observations = batch.observations
         if self.config.augmentation:
             observations = self.policy.augmented(augment_key, observations)
         valid = jnp.asarray(batch.valid)
-        told = jnp.asarray(batch.advantages)
-        weights = jnp.where(jnp.asarray(batch.demonstration), 1.0, chunk_weights(self.config, told))
+        weights = chunk_weights(self.config, jnp.asarray(batch.advantages))
+        weights = jnp.where(jnp.asarray(batch.demonstration), 1.0, weights)
         frozen, reference = state.policy.frozen, state.reference
 
         def loss_of(
-            trained: Params, part: tuple[Observation, Array, Array, Array, Array, Array, Array]
+            trained: Params, part: tuple[Observation, Prompts | None, Array, Array, Array, Array, Array, Array]
         ) -> tuple[Float[Array, ""], dict[str, Array]]:
-            observations, actions, valid, weight, even, noise, time = part
+            observations, unlabelled, actions, valid, weight, anchored, noise, time = part
             velocity = velocity_between(bind(self.model, trained | frozen), observations, actions, noise, time)
             flow = jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
             loss = weighted_flow_loss(flow, valid, weight)
             measured = {"flow_loss": loss}
             if reference is not None:
-                there = velocity_between(bind(self.model, reference | frozen), observations, actions, noise, time)
+                known = observations if unlabelled is None else asked_by(observations, *unlabelled)
+                there = velocity_between(bind(self.model, reference | frozen), known, actions, noise, time)
                 away = jnp.mean(jnp.square(velocity - jax.lax.stop_gradient(there)), axis=-1)
-                measured["anchor_distance"] = weighted_flow_loss(away, valid, even)
+                measured["anchor_distance"] = weighted_flow_loss(away, valid, anchored)
                 loss = loss + self.config.anchor * measured["anchor_distance"]
             return loss, measured | {"loss": loss}
 
         def gradient_of(
-            part: tuple[Observation, Array, Array, Array, Array, Array, Array],
+            part: tuple[Observation, Prompts | None, Array, Array, Array, Array, Array, Array],
         ) -> tuple[Params, dict[str, Array]]:
             gradient: tuple[Params, dict[str, Array]] = jax.grad(loss_of, has_aux=True)(state.policy.trained, part)
             return gradient
 
         actions = jnp.asarray(batch.actions)
-        even = even_weight(jnp.ones_like(weights), valid, self.accumulation)
-        parts = (observations, actions, valid, even_weight(weights, valid, self.accumulation), even)
+        # A demonstration's prompt has a label as well, and nothing here can take it off.
+        own = jnp.ones_like(weights) if batch.unlabelled is None else 1.0 - jnp.asarray(batch.demonstration)
+        anchored = even_weight(own, valid, self.accumulation)
+        weighed = even_weight(weights, valid, self.accumulation)
+        parts = (observations, batch.unlabelled, actions, valid, weighed, anchored)
         gradient, measured = mean_parts(
             gradient_of, (*parts, *draw_noise_and_time(key, actions.shape)), self.accumulation
         )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from pistar.agents.ript import Label, labelled
+from pistar.agents.ript import Label, asked_by, labelled, prompts_of
 from pistar.config import Pi0Config
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.envs.env import Scene
@@ -82,7 +82,7 @@ class Plan:
     noise: Float[np.ndarray, "h a"]
     """The chunk was made of."""
     chunk: Float[np.ndarray, "h a"]
-    """To learn from, as the model has it: as sampled, or where noise was added, as executed."""
+    """To learn from, as the model has it, padded with zeros: as sampled, or where noise was added, as executed."""
     sent: Float[np.ndarray, "h d"]
     """The same in the robot's units, within limits."""
     version: int
@@ -108,16 +108,11 @@ class PromptLabels:
         tokens, mask = self.tokenizer.tokenize(labelled(prompt, label), own)
         return {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
 
-    def write(self, chunks: "Chunks", prompt: str, labels: Sequence[Label]) -> "Chunks":
-        """The same chunks with a label each."""
-        states = np.asarray(chunks.observations.state)
-        rows = [self.tokens(prompt, label, state) for label, state in zip(labels, states, strict=True)]
-        told = dataclasses.replace(
-            chunks.observations,
-            tokenized_prompt=np.stack([row["tokenized_prompt"] for row in rows]),
-            tokenized_prompt_mask=np.stack([row["tokenized_prompt_mask"] for row in rows]),
-        )
-        return dataclasses.replace(chunks, observations=told)
+    def write(self, chunks: "Chunks", prompt: str, label: Label) -> "Chunks":
+        """The same chunks with a label."""
+        rows = [self.tokens(prompt, label, state) for state in np.asarray(chunks.observations.state)]
+        tokens, mask = (np.stack([row[name] for row in rows]) for name in ("tokenized_prompt", "tokenized_prompt_mask"))
+        return dataclasses.replace(chunks, observations=asked_by(chunks.observations, tokens, mask))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +211,7 @@ class Explorer:
         noise: Float[np.ndarray, "h a"],
         chunk: Float[np.ndarray, "h a"],
     ) -> Plan:
+        chunk = np.where(np.arange(chunk.shape[-1]) < self.action_dim, chunk, 0)  # padding, as in all data
         if mood.action_deviation:
             number = self.first + request.episode
             rng = np.random.default_rng([*np.asarray(jax.random.key_data(self.key)), number, request.step])
@@ -329,9 +325,6 @@ def join(parts: Sequence[Chunks]) -> Chunks:
 
 def with_prompts_of(chunks: Chunks, parts: Sequence[Chunks]) -> Chunks:
     """The same chunks with the prompts of these, one after the other. Pictures are not copied."""
-    told = dataclasses.replace(
-        chunks.observations,
-        tokenized_prompt=np.concatenate([part.observations.tokenized_prompt for part in parts]),
-        tokenized_prompt_mask=np.concatenate([part.observations.tokenized_prompt_mask for part in parts]),
-    )
+    tokens, masks = zip(*(prompts_of(part.observations) for part in parts), strict=True)
+    told = asked_by(chunks.observations, np.concatenate(tokens), np.concatenate(masks))
     return dataclasses.replace(chunks, observations=told)

@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
+from pistar.agents.ript import (
+    Label,
+    Prompts,
+    Ript,
+    RiptBatch,
+    RiptState,
+    asked_by,
+    chunk_weights,
+    group_advantages,
+    prompts_of,
+)
 from pistar.config import RiptConfig
 from pistar.data.loader import to_devices
 from pistar.models.tokenizer import PromptTokenizer
@@ -36,9 +46,12 @@ class Lesson:
     """Chunks of one rollout, and how much they count: its advantage, or what `best` says."""
 
     chunks: Chunks
+    """With prompts as they are."""
     advantage: float
+    told: Chunks | None = None
+    """Where labels are learnt: the same, told how it went …"""
     acted: Chunks | None = None
-    """The same with the prompts the policy acted by, where it is told something else now."""
+    """… and with the prompts the policy acted by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +163,9 @@ class Learner:
         lessons = lessons or [Lesson(self._blank(), 0.0)]
         chunks = join([lesson.chunks for lesson in lessons])
         # How far it goes is seen where it acted: by labels it has yet to learn, any policy changes out of all bounds.
-        acted = None
+        told, acted = None, chunks
         if self._labels is not None:
+            told = with_prompts_of(chunks, [lesson.told or lesson.chunks for lesson in lessons])
             acted = with_prompts_of(chunks, [lesson.acted or lesson.chunks for lesson in lessons])
         advantages = np.concatenate([np.full(len(each.chunks), each.advantage, np.float32) for each in lessons])
         rows = (config.batch_size - self._run.demonstrated) // len(counts)
@@ -169,9 +183,11 @@ class Learner:
         before = int(state.policy.step)  # asked once: the device works on one call while the next is made ready
         for call in range(calls):
             picked = list(itertools.islice(picks, config.updates_per_dispatch))
-            batches = [self._batch(chunks, advantages, own, rows, before + made + at) for at, own in enumerate(picked)]
+            batches = [
+                self._batch(chunks, advantages, own, rows, before + made + at, told) for at, own in enumerate(picked)
+            ]
             if probe is None:
-                first = batches[0] if acted is None else self._batch(acted, advantages, picked[0], rows, before)
+                first = self._batch(acted, advantages, picked[0], rows, before)
                 own = np.asarray(first.valid) & ~np.asarray(first.demonstration)[:, None]
                 probe = to_devices(dataclasses.replace(first, valid=own), over_rows(self._run.mesh))
             keys = jax.vmap(lambda at: jax.random.fold_in(key, at))(made + jnp.arange(len(batches)))
@@ -202,39 +218,52 @@ class Learner:
             if several():
                 self._best.let_go(exchange("successes", self._best.lengths), jax.process_index())
             return [Lesson(chunks, weight) for chunks, weight in self._best.weighed(self._practice.starts)]
-        if self._labels is None:
-            return [lesson for each in kept for lesson in each.lessons]
-        rng = np.random.default_rng([self._run.config.seed, iteration, 2**21])
-        return [self._label(lesson, each, rng) for each in kept for lesson in each.lessons]
+        return [self._label(lesson, each) for each in kept for lesson in each.lessons]
 
-    def _label(self, lesson: Lesson, of: Kept, rng: np.random.Generator) -> Lesson:
-        """Its chunks told how it went, but for some that are told nothing."""
-        assert self._labels is not None
-        label: Label = "positive" if lesson.advantage > 0 else "negative"
-        dropped = rng.uniform(size=len(lesson.chunks)) < self._algorithm.label_dropout
-        labels: list[Label] = ["none" if untold else label for untold in dropped]
-        asked: list[Label] = [of.asked] * len(labels)
-        told, acted = (self._labels.write(lesson.chunks, of.instruction, each) for each in (labels, asked))
-        return Lesson(told, lesson.advantage, acted)
+    def _label(self, lesson: Lesson, of: Kept) -> Lesson:
+        """Where labels are learnt, with what its chunks say of it then."""
+        if self._labels is None:
+            return lesson
+        good: Label = "positive" if lesson.advantage > 0 else "negative"
+        told, acted = (self._labels.write(lesson.chunks, of.instruction, each) for each in (good, of.asked))
+        return dataclasses.replace(lesson, told=told, acted=acted)
 
     def _blank(self) -> Chunks:
         """A chunk for the rows of a host that has nothing to learn from."""
         batch: Any = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), abstract_batch(self._run.config, 1))
         return Chunks(batch.observations, batch.actions, np.zeros_like(batch.valid))
 
-    def _batch(self, chunks: Chunks, advantages: np.ndarray, picked: np.ndarray, rows: int, update: int) -> RiptBatch:
+    def _batch(
+        self,
+        chunks: Chunks,
+        advantages: np.ndarray,
+        picked: np.ndarray,
+        rows: int,
+        update: int,
+        told: Chunks | None = None,
+    ) -> RiptBatch:
+        """`told`: the same chunks with labels, but for a share that is drawn anew every time."""
         there = np.arange(rows) < len(picked)
         picked = np.pad(picked, (0, rows - len(picked)))  # some chunk, of which no step is learnt from
         own = jax.tree.map(lambda leaf: leaf[picked], chunks.observations)
-        parts = [(own, chunks.actions[picked], chunks.valid[picked] & there[:, None], advantages[picked] * there)]
+        anchored = told is not None and self._algorithm.anchor > 0
+        plain = prompts_of(own) if anchored else None
+        if told is not None:
+            rng = np.random.default_rng([self._run.config.seed, update, 2**21])
+            labelled = rng.uniform(size=(rows, 1)) >= self._algorithm.label_dropout
+            both = zip(prompts_of(told.observations), prompts_of(own), strict=True)
+            own = asked_by(own, *(np.where(labelled, label[picked], without) for label, without in both))
+        valid = chunks.valid[picked] & there[:, None]
+        parts = [(own, chunks.actions[picked], valid, advantages[picked] * there, plain)]
         if self._run.demonstrations is not None:
             shown = self._run.demonstrations.sample_policy_batch(update)
-            parts.append((shown.observations, shown.actions, shown.valid, np.zeros(len(shown.actions), np.float32)))
-        together: tuple[Observation, AnyArray, AnyArray, AnyArray] = jax.tree.map(
+            seen, none = shown.observations, np.zeros(len(shown.actions), np.float32)
+            parts.append((seen, shown.actions, shown.valid, none, prompts_of(seen) if anchored else None))
+        together: tuple[Observation, AnyArray, AnyArray, AnyArray, Prompts | None] = jax.tree.map(
             lambda *each: np.concatenate([np.asarray(rows) for rows in each]), *parts
         )
         demonstration = np.arange(len(together[1])) >= rows
-        return RiptBatch(*together, demonstration)
+        return RiptBatch(*together[:4], demonstration, together[4])
 
     # --- Remembering --------------------------------------------------------------------------------------------------
 
