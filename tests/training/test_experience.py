@@ -114,7 +114,7 @@ def test_the_curriculum_prefers_what_succeeds_about_as_often_as_its_target() -> 
 
 
 def test_the_shortest_successes_are_kept_and_seldom_ones_weigh_more() -> None:
-    starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
+    starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2, 1000)
     for length, mark in ((9, 1.0), (5, 2.0), (7, 3.0), (5, 4.0)):
         best.add((TASK, 4), chunks(length, mark))
     best.add((TASK, 2), chunks(30, 5.0))
@@ -125,8 +125,20 @@ def test_the_shortest_successes_are_kept_and_seldom_ones_weigh_more() -> None:
     np.testing.assert_allclose([weight for _, weight in kept], [1.2, 0.6, 0.6])
 
 
+def test_where_there_is_no_room_for_all_successes_the_longest_second_ones_go_first() -> None:
+    best = BestOf(2, 40)
+    for start, lengths in {1: (20,), 2: (4, 9), 3: (5, 6)}.items():
+        for length in lengths:
+            best.add((TASK, start), chunks(length, 0.0))
+    assert best.lengths == [[TASK, 1, 20], [TASK, 2, 4], [TASK, 3, 5], [TASK, 3, 6]]
+    best.add((TASK, 4), chunks(30, 0.0))
+    assert best.lengths == [[TASK, 1, 20], [TASK, 2, 4], [TASK, 3, 5]]
+    best.add((TASK, 5), chunks(12, 0.0))
+    assert best.lengths == [[TASK, 2, 4], [TASK, 3, 5], [TASK, 5, 12]]
+
+
 def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
-    starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
+    starts, best = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2, 1000)
     starts.learn((TASK, 3), 2, 5)
     starts.learn((TASK, 7), 5, 5)
     made: dict[str, Any] = {"noise": np.full((3, 3, 2), 0.5, np.float32), "version": np.array([2, 2, 2])}
@@ -135,7 +147,7 @@ def test_what_is_remembered_comes_back_from_the_disk(tmp_path: Path) -> None:
     best.add((TASK, 3), chunks(11, 3.0))
     save_starts(tmp_path, starts.known)
     save_best(tmp_path, best.kept)
-    again, kept = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2)
+    again, kept = Starts(StartsConfig(), {TASK: range(10)}), BestOf(2, 1000)
     load_starts(tmp_path, again)
     load_best(tmp_path, kept, ["b", "a"])
     assert again.known == starts.known
@@ -157,7 +169,7 @@ def kept_lengths(best: BestOf) -> dict[int, list[int]]:
 
 
 def test_hosts_keep_no_more_successes_together_than_one_would() -> None:
-    first, second = BestOf(2), BestOf(2)
+    first, second = BestOf(2, 1000), BestOf(2, 1000)
     for start, length in ((1, 8), (1, 5), (2, 4)):
         first.add((TASK, start), chunks(length, 0.0))
     for start, length in ((1, 5), (1, 6), (3, 9)):
@@ -171,13 +183,13 @@ def test_hosts_keep_no_more_successes_together_than_one_would() -> None:
 
 def test_what_hosts_have_kept_is_their_own_again_or_dealt_out_among_others(tmp_path: Path) -> None:
     for host in (0, 1):
-        best = BestOf(2)
+        best = BestOf(2, 1000)
         for start in (host, host + 2, 10):
             best.add((TASK, start), chunks(4 + start + host, 0.0))
         save_best(tmp_path, best.kept, host, 2)
 
     def loaded(host: int, hosts: int) -> dict[int, list[int]]:
-        best = BestOf(2)
+        best = BestOf(2, 1000)
         load_best(tmp_path, best, ["a", "b"], host, hosts)
         return kept_lengths(best)
 
@@ -192,7 +204,7 @@ def test_what_hosts_have_kept_is_their_own_again_or_dealt_out_among_others(tmp_p
 
 def test_a_checkpoint_without_its_successes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no best\.npz, the successes kept so far"):
-        load_best(tmp_path, BestOf(2), ["a"])
+        load_best(tmp_path, BestOf(2, 1000), ["a"])
 
 
 def test_start_states_of_several_tasks_are_chosen_together() -> None:

@@ -126,20 +126,27 @@ class Starts:
 class BestOf:
     """The shortest successes of every start state."""
 
-    def __init__(self, keeps: int) -> None:
-        self._keeps = keeps
+    def __init__(self, keeps: int, capacity: int) -> None:
+        """`keeps` of each, and of all together at most `capacity` steps."""
+        self._keeps, self._capacity = keeps, capacity
         self.kept: dict[Context, list[Chunks]] = collections.defaultdict(list)
 
     def add(self, start: Context, chunks: Chunks) -> None:
         """A success, kept if it is among the shortest; the older one of two alike."""
         self.kept[start].append(chunks)
-        self.kept[start].sort(key=lambda each: int(each.valid.sum()))
+        self.kept[start].sort(key=_steps)
         del self.kept[start][self._keeps :]
+        while self.kept and sum(_steps(each) for kept in self.kept.values() for each in kept) > self._capacity:
+            # The longest of those that have another beside them, if any.
+            fullest = max(self.kept, key=lambda start: (len(self.kept[start]), _steps(self.kept[start][-1]), start))
+            self.kept[fullest].pop()
+            if not self.kept[fullest]:
+                del self.kept[fullest]
 
     @property
     def lengths(self) -> list[list[Any]]:
         """What others are told of it: task, start state, length of each."""
-        return [[*start, int(chunks.valid.sum())] for start, kept in self.kept.items() for chunks in kept]
+        return [[*start, _steps(chunks)] for start, kept in self.kept.items() for chunks in kept]
 
     @property
     def bytes(self) -> int:
@@ -168,6 +175,10 @@ class BestOf:
             for start in sorted(self.kept)
             for chunks in self.kept[start]
         ]
+
+
+def _steps(chunks: Chunks) -> int:
+    return int(chunks.valid.sum())
 
 
 def save_starts(folder: Path, known: Mapping[Context, Start]) -> None:

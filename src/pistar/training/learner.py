@@ -80,7 +80,8 @@ class Learner:
         assert isinstance(run.agent, Ript)
         assert isinstance(run.config.algorithm, RiptConfig)
         self._run, self._agent, self._algorithm, self._practice = run, run.agent, run.config.algorithm, practice
-        self._best = BestOf(run.config.online.replay_keeps)
+        online = run.config.online
+        self._best = BestOf(online.replay_keeps, online.replay_capacity // jax.process_count())
         agent, inputs = self._agent, run.ground.inputs
         assert isinstance(inputs.tokenizer, PromptTokenizer)
         self._labels = (

@@ -180,10 +180,10 @@ class OnlineConfig:
     replay_keeps: int = 2
     """Successes of a start state `best` keeps."""
     replay_capacity: int = 100_000
-    """Steps ACRLPD's replay buffer holds, of all hosts together, those of the newest episodes: 147 kB each for every
-    camera of 224² …"""
+    """Steps that are kept, of all hosts together: by ACRLPD's replay buffer those of the newest episodes, 147 kB each
+    for every camera of 224²; by `best` those of the shortest successes, one look for every chunk."""
     replay_min_steps: int = 1_000
-    """… and has to hold before it is drawn from. Until then batches are all from the datasets."""
+    """ACRLPD's buffer has to hold before it is drawn from. Until then batches are all from the datasets."""
     windows: Windows = "looked"
     """Where chunks to learn from begin. `looked`: where the policy looked, as it put them out. `every_step`: at every
     step executed, with what was done from there on in that step's own frame: several times as many, but cameras have
