@@ -121,13 +121,14 @@ class Simulators:
             else {self._first: self._pool.fill(self._first)}
         )
 
-    def obey(self, slot: int, command: Begin | Go) -> Went | Fault:
+    def obey(self, slot: int, command: Begin | Go) -> Went | Fault | UserError:
         """Do it. What goes wrong inside is an answer; that environment is not used again."""
         since = time.process_time()
         try:
             went = self._begin(slot, command) if isinstance(command, Begin) else self._go(slot, command)
-        except UserError:
-            raise
+        except UserError as error:
+            self._pool.drop(slot)
+            return error
         except Exception as error:  # a simulator may raise anything
             where = traceback.extract_tb(error.__traceback__)[-1]
             self._pool.drop(slot)
@@ -141,6 +142,10 @@ class Simulators:
         if went.ending != "goes on" or went.truncated:
             self._pool.leave(slot)
         return dataclasses.replace(went, seconds=time.process_time() - since)
+
+    def close(self) -> None:
+        """Let go of them all."""
+        self._pool.close()
 
     def _begin(self, slot: int, begin: Begin) -> Went:
         env = self._pool.take(slot, begin.task or self._first)
@@ -235,15 +240,10 @@ def serve(pipe: int, memory: int) -> None:
                 slot, command = connection.recv()
             except (EOFError, ConnectionError):  # closed, perhaps with answers nobody will hear
                 return
-            answer: Went | Fault | UserError
-            looks = 0
-            try:
-                answer = simulators.obey(slot, command)
-                if isinstance(answer, Went):
-                    looks = len(next(iter(answer.seen.values())))
-                    answer = pictures.leave(slot, answer)
-            except UserError as error:
-                answer = error
+            answer, looks = simulators.obey(slot, command), 0
+            if isinstance(answer, Went):
+                looks = len(next(iter(answer.seen.values())))
+                answer = pictures.leave(slot, answer)
             try:
                 connection.send((slot, answer, looks))
             except ConnectionError:
