@@ -113,9 +113,7 @@ def _jitter_colours(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[
     # another use may be rounded otherwise there.
     sixth = jnp.where(chroma == 0, 1, chroma)
     of_green, of_blue = 2 + (blue - red) / sixth, 4 + (red - green) / sixth
-    hue = jnp.where(
-        (red >= green) & (red >= blue), (green - blue) / sixth, jnp.where(green >= blue, of_green, of_blue)
-    )
+    hue = jnp.where((red >= green) & (red >= blue), (green - blue) / sixth, jnp.where(green >= blue, of_green, of_blue))
     saturation = chroma / jnp.where(value == 0, 1, value)
 
     value = jnp.where(brightness < 0, value * (1 + brightness), value * (1 - brightness) + brightness)
