@@ -118,7 +118,7 @@ class Simulators:
         self.scenes: dict[str, Scene] = (
             {name: self._pool.scene(name) for name in crew.asked}
             if others
-            else {self._first: self._pool.fill(self._first)}
+            else {self._first: dataclasses.replace(self._pool.fill(self._first), drawn_by=_drawn_by())}
         )
 
     def obey(self, slot: int, command: Begin | Go) -> Went | Fault | UserError:
@@ -179,6 +179,10 @@ class Simulators:
             if over:
                 break
         return Went(_stack(seen), np.stack(done), ending, truncated, tuple(film))
+
+
+def _drawn_by() -> str | None:
+    return os.environ.get("MUJOCO_GL") if "mujoco" in sys.modules else None
 
 
 def _stack(seen: list[Seen]) -> dict[str, np.ndarray]:
