@@ -18,6 +18,8 @@ from pistar.data.robots import ROBOTS
 from pistar.envs.env import FAMILIES
 from pistar.presets import get_config
 from pistar.training.config import save_config
+from pistar.training.evaluation import run_task
+from pistar.training.policy import load_policy
 from pistar.training.results import load_evaluation
 
 import goldens
@@ -83,6 +85,12 @@ def test_eval_writes_everything_episode_by_episode(evaluated: Path, checkpoints:
     assert (told["total"]["of"], told["total"]["not_run"], told["faults"], told["against"]) == (3, 0, {}, None)
     assert (found.checkpoint, found.weights, found.starts) == (str(checkpoints[0]), "serving", "held-out")
     assert {"jax", "mujoco", "metaworld"} <= set(found.versions)
+    assert found.contract == load_policy(checkpoints[0]).identity()["contract"]
+    assert (found.contract["robot"], found.contract["action_horizon"]) == ("metaworld", "5")
+    assert found.weights_sha256 == load_policy(checkpoints[0]).identity()["weights_sha256"]
+    assert found.weights_sha256 != load_policy(checkpoints[1]).identity()["weights_sha256"]
+    assert (found.device, found.complete) == ("cpu", True)
+    assert found.drawn_by in ("egl", "osmesa")
 
 
 def test_eval_films_the_first_episodes(evaluated: Path) -> None:
@@ -194,9 +202,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             {"died": 1, "not finite": 1, "hung": 1},
         ),
         (
-            ["100.always", "103.deadly"],
-            r"1 could not be run at all and are not counted and 1 failed so every time and count as failures\.",
-            {"raised": 3, "died": 3},
+            ["100.always", "101.raise", "103.deadly"],
+            r"hit, [12] w.+ run again, 1 could not be run at all and are not counted, 1 failed so every time and",
+            {"raised": 4, "died": 3},
         ),
     ],
 )
@@ -239,6 +247,30 @@ def test_eval_of_a_suite_counts_all_its_tasks_together(
     told = json.loads(out.read_text())
     assert [task["counts"]["succeeded"] for task in told["results"]] == [3, 0]
     assert (told["total"]["succeeded"], told["total"]["of"]) == (3, 6)
+
+
+def test_a_suite_that_is_interrupted_keeps_the_tasks_it_has_run(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str, *rest: object, **options: object) -> object:
+        if name == "toys/far":
+            raise KeyboardInterrupt
+        return run_task(name, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(FAMILIES, "toys", "envs.toys")
+    monkeypatch.setattr("pistar.training.evaluation.run_task", interrupted)
+    out = tmp_path / "out.json"
+    asked = ["eval", toy, "--env", "toys/both", "--episodes", "3", "--limit", "4", *SMALL]
+    with pytest.raises(SystemExit, match="130"):
+        cli.main([*asked, "--out", str(out)])
+    told = json.loads(out.read_text())
+    assert (told["complete"], [task["env"] for task in told["results"]], told["total"]["of"]) == (
+        False,
+        ["toys/home"],
+        3,
+    )
+    said = mistake(capsys, *asked, "--out", str(tmp_path / "other.json"), "--against", str(out))
+    assert "was stopped after 1 task" in said
 
 
 def test_eval_says_that_it_judged_the_average(
@@ -364,6 +396,8 @@ def test_eval_knows_before_it_runs_what_could_not_be_compared_or_written(
         assert "name FILE.json" in mistake(capsys, "eval", *mine, "--out", name)
     for name in (f"{evaluated}/b.json", "/proc/b.json"):
         assert f"--out is {name}, which cannot be written" in mistake(capsys, "eval", *mine, "--out", name)
+    said = mistake(capsys, "eval", *mine, *out, "--save-dataset", "/proc/episodes")
+    assert "--save-dataset is /proc/episodes, which cannot be written" in said
     assert evaluated.read_bytes() == before
     assert not list(tmp_path.iterdir())
 
@@ -467,6 +501,38 @@ def test_collect_mistakes_are_one_line(
     env, *others = options
     assert says in mistake(capsys, "data", "collect", env, str(tmp_path / "out"), *others, *SMALL)
     assert not (tmp_path / "out").exists()
+
+
+def test_collect_knows_before_it_builds_anything_what_cannot_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pistar.training.evaluation.Environments", None)
+    asked = ["--episodes", "1", "--expert"]
+    said = mistake(capsys, "data", "collect", REACH[1], "/proc/deep/out", *asked)
+    assert "OUT is /proc/deep/out, which cannot be written" in said
+    for env in ("gymnasium/Pendulum-v1", "libero/spatial/3"):
+        said = mistake(capsys, "data", "collect", env, str(tmp_path / "out"), *asked)
+        assert f"{env} has no scripted expert; collect with --policy instead" in said
+
+
+def test_collect_says_what_the_simulator_did(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trouble = tmp_path / "trouble"
+    trouble.mkdir()
+    monkeypatch.setenv("TOY_TROUBLE", str(trouble))
+    for name, kinds in {"again": ["0.nan", "1.raise"], "left_out": ["0.nan", "2.always"]}.items():
+        for kind in kinds:
+            (trouble / kind).touch()
+        cli.main(["data", "collect", "envs.toy:make", str(tmp_path / name), "--episodes", "3", "--expert", *SMALL])
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "note: the simulator failed (not finite 1 ×, raised 1 ×); of the episodes it hit, all were run again.",
+        f"Wrote {tmp_path / 'again'}: 3 episodes, 3 succeeded.",
+        "note: the simulator failed (not finite 1 ×, raised 3 ×); of the episodes it hit, 1 was run again, "
+        "1 failed so every time and are left out.",
+        f"Wrote {tmp_path / 'left_out'}: 2 episodes, 2 succeeded.",
+    ]
 
 
 def test_collect_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pistar.envs.env import Scene
     from pistar.envs.rollout import Act, Rollout
     from pistar.training.evaluation import Player, Setting
-    from pistar.training.results import Counts, Evaluation
+    from pistar.training.results import Counts, Evaluation, Trial
 
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 
@@ -37,7 +38,7 @@ def evaluate(
     seed: int = 0,
     limit: int | None = None,
     shadows: bool = False,
-    environments: int = 16,
+    environments: int | None = None,
     workers: int | None = None,
     hang_after: float = 120.0,
     out: Path = Path("evaluation.json"),
@@ -67,10 +68,11 @@ def evaluate(
         seed: Of the policy's noise, which is made of it, the start state and the step.
         limit: Steps of an episode; the benchmark's own if left out.
         shadows: Render them, which takes several times as long; OpenPI's own clients do for ALOHA.
-        environments: Side by side; one call of the policy serves half of them while the others act.
+        environments: Side by side; one call of the policy serves half of them while the others act. 16 if left out, for
+            LIBERO no more than 2 a worker.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
         hang_after: Seconds without a word after which a worker is replaced and its episodes run again.
-        out: JSON of everything: counts, intervals, the comparison, and every episode.
+        out: JSON of everything: counts, intervals, the comparison, and every episode. Written after every task.
         save_dataset: A new folder for the episodes as a LeRobot v3.0 dataset.
         video: Film so many episodes of each task, next to --out.
         robot: Whose data it was trained on, for checkpoints of OpenPI's.
@@ -91,12 +93,14 @@ def evaluate(
     find_tasks(env)  # before anything is loaded
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out is {out}; an evaluation is a JSON file: name FILE.json.")
-    _check_writable(out)
+    _check_writable("--out", out)
     if against is not None and against.resolve() == out.resolve():
         raise UserError(f"--against and --out are both {out}; it would be written over before it is compared with.")
     _check_numbers(seed, video)
     if save_dataset is not None and save_dataset.exists():
         raise UserError(f"--save-dataset {save_dataset} exists already; datasets are never written over.")
+    if save_dataset is not None:
+        _check_writable("--save-dataset", save_dataset)
     if against is not None and not against.exists():
         raise UserError(f"--against {against} does not exist; name a checkpoint or a JSON file of pistar eval.")
     second = load_evaluation(against) if against is not None and against.suffix == ".json" else None
@@ -134,38 +138,40 @@ def evaluate(
         checkpoint=str(checkpoint),
         weights=weights,
         best_of=best_of,
-        served_average=policy.averaged,
         advantage=advantage,
         guidance=guidance,
+        **policy.identity(),
     )
     theirs = None
     if against is not None and second is None:
         policy = load(against, "none", 1.0)
         theirs = player(against, policy, 1)
-        second = prepare(setting, theirs, checkpoint=str(against), weights=weights, served_average=policy.averaged)
-    different = [] if second is None else differences(first, second)
-    labels = learnt_labels(checkpoint)
-    if labels and advantage is None:
-        _note(errors, f"{_label(checkpoint)} practised by cfg; --advantage positive asks it for good actions.")
-    if labels is False and advantage is not None:
-        _note(errors, f"{_label(checkpoint)} was never told of advantages; to it, the label is a few more words.")
+        second = prepare(setting, theirs, checkpoint=str(against), weights=weights, **policy.identity())
     name, other = _label(checkpoint), "" if second is None else _label(second.checkpoint)
     if name == other:
         other += " (against)"
-    differing = f"besides the policies, these differ ({name} / {other}): {'; '.join(different)}."
-    if different:
-        _note(errors, differing)
+
+    def differing() -> str:
+        """What else differs, in words; empty if nothing does."""
+        different = [] if second is None else differences(first, second)
+        return f"besides the policies, these differ ({name} / {other}): {'; '.join(different)}." if different else ""
+
+    if told := differing():
+        _note(errors, told)
+    labels = learnt_labels(checkpoint)
+    if labels and advantage is None:
+        _note(errors, f"{name} practised by cfg; --advantage positive asks it for good actions.")
+    if labels is False and advantage is not None:
+        _note(errors, f"{name} was never told of advantages; to it, the label is a few more words.")
 
     written = [out]
     first = _evaluate(first, mine, name, setting, errors, save_dataset, written)
-    first.save(out)
     heads = ("policy", "task", "succeeded", "of", "rate", "95 %", "steps to success")
     table = Table(*(Column(head, overflow="fold") for head in heads))  # a name that is cut off may be another's too
     _rows(table, name, first)
     if theirs is not None and second is not None:
         beside = [out.with_name(f"{out.stem}_against.json")]
         second = _evaluate(second, theirs, other, setting, errors, None, beside)
-        second.save(beside[0])
         written += beside
     if second is not None:
         first.save(out, second)
@@ -175,8 +181,8 @@ def evaluate(
     if second is not None:
         _tell(other, second, console)
         pairs = compare(first, second)
-        if different:
-            console.print(differing, markup=False)
+        if told := differing():  # by now it is known what drew the pictures, too
+            console.print(told, markup=False)
         console.print(
             f"On the same start states: both {pairs.both}, only {name} {pairs.only_first}, "
             f"only {other} {pairs.only_second}, neither {pairs.neither}; "
@@ -201,7 +207,7 @@ def collect(
     cameras: tuple[str, ...] | None = None,
     image_size: int = 224,
     shadows: bool = False,
-    environments: int = 16,
+    environments: int | None = None,
     workers: int | None = None,
     hang_after: float = 120.0,
     robot: str | None = None,
@@ -226,7 +232,7 @@ def collect(
         cameras: What to record besides numbers, as images/corner2; what the robot's policies need if left out.
         image_size: Of what they see.
         shadows: Render them, which takes several times as long.
-        environments: Side by side.
+        environments: Side by side; 16 if left out, for LIBERO no more than 2 a worker.
         workers: Processes they are spread over; as many as cores if left out, 0 for none but this one.
         hang_after: Seconds without a word after which a worker is replaced and its episodes run again.
         robot: Whose data the policy was trained on, for checkpoints of OpenPI's.
@@ -236,11 +242,11 @@ def collect(
         prompt_format: pi05 writes the state into the prompt; the model's own if left out.
     """
     from pistar.data.robots import find_robot
-    from pistar.envs.env import EnvOptions, find_tasks
+    from pistar.envs.env import EnvOptions, check_expert, find_tasks
     from pistar.envs.rollout import batch_size
     from pistar.envs.worker import Script
     from pistar.training.acting import Actor, Noisy
-    from pistar.training.evaluation import Player, Setting, dataset_writer, run_task
+    from pistar.training.evaluation import Player, Setting, as_trial, dataset_writer, run_task
     from pistar.training.offline import use_compilation_cache
     from pistar.training.policy import load_policy
     from pistar.training.progress import episodes_shown
@@ -254,8 +260,11 @@ def collect(
         raise UserError(f"--noise is {noise}; a deviation is a number of at least 0.")
     _check_numbers(seed)
     tasks = find_tasks(env)
+    if expert:
+        check_expert(env)
     if out.exists():
         raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
+    _check_writable("OUT", out)
     options = EnvOptions(cameras=cameras, image_size=image_size, shadows=shadows, limit=limit)
     setting = Setting(env, episodes, starts, None, environments, workers, options, seed, hang_after=hang_after)
     if policy is not None:
@@ -278,7 +287,7 @@ def collect(
         player = Player(Script("pistar.envs.behaviours:mixed", {"noise": noise, "spoilt": mixed}, seed), None, 1)
     else:
         player = Player(Script("pistar.envs.behaviours:expert", {"noise": noise}, seed), None, 1)
-    kept, won, lost = 0, 0, 0
+    trials: list[Trial] = []
     with contextlib.ExitStack() as stack:
         writer = None
         show = stack.enter_context(episodes_shown("collecting", errors))
@@ -286,14 +295,13 @@ def collect(
             for scene, total, rollout in run_task(task, setting, player, record=True):
                 if writer is None:
                     writer = stack.enter_context(dataset_writer(out, scene, player.robot or find_robot(scene.robot)))
-                if rollout.episode is None:
-                    lost += 1
-                else:
+                if rollout.episode is not None:
                     writer.add(rollout.episode)
-                    kept, won = kept + 1, won + rollout.episode.success
+                trials.append(as_trial(rollout))
                 show(scene, total, rollout)
-    notes = f"; {counted(lost, 'episode')} lost to the simulator" if lost else ""
-    console.print(f"Wrote {out}: {counted(kept, 'episode')}, {won} succeeded{notes}.", markup=False)
+    kept, won = sum(trial.steps > 0 for trial in trials), sum(trial.success is True for trial in trials)
+    _tell_faults(trials, {"failed so every time and are left out": len(trials) - kept}, console)
+    console.print(f"Wrote {out}: {counted(kept, 'episode')}, {won} succeeded.", markup=False)
 
 
 def _evaluate(
@@ -305,7 +313,8 @@ def _evaluate(
     save_dataset: Path | None,
     written: list[Path],
 ) -> "Evaluation":
-    """With progress, films and the dataset, where they are wanted: beside the first that will be written, and noted."""
+    """Saved after every task as the first that is written. With progress; films and the dataset, where they are wanted,
+    are beside it, and noted."""
     from pistar.report.video import write_video
     from pistar.training.evaluation import dataset_writer, evaluate
     from pistar.training.progress import episodes_shown
@@ -330,7 +339,10 @@ def _evaluate(
                 write_video(film, rollout.film, scene.fps)
                 written.append(film)
 
-        return evaluate(prepared, setting, player, each=each, record=save_dataset is not None)
+        def each_task(found: "Evaluation") -> None:
+            found.save(out)
+
+        return evaluate(prepared, setting, player, each=each, each_task=each_task, record=save_dataset is not None)
 
 
 def _check_numbers(seed: int, video: int = 0) -> None:
@@ -339,14 +351,14 @@ def _check_numbers(seed: int, video: int = 0) -> None:
         raise UserError(f"--video is {video}; give a whole number from 0 up.")
 
 
-def _check_writable(out: Path) -> None:
-    """Before the first episode: an evaluation of hours that cannot be written is lost."""
+def _check_writable(name: str, out: Path) -> None:
+    """Before the first episode: what took hours and cannot be written is lost."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
-        raise UserError(f"--out is {out}, which cannot be written ({error.strerror}); name another place.") from error
+        raise UserError(f"{name} is {out}, which cannot be written ({error.strerror}); name another place.") from error
 
 
 def _label(path: str | Path) -> str:
@@ -374,8 +386,6 @@ def _rows(table: Table, name: str, evaluation: "Evaluation") -> None:
 
 
 def _tell(name: str, evaluation: "Evaluation", console: Console) -> None:
-    from pistar.training.results import faults_of
-
     choice = f", best of {evaluation.best_of} by its critic" if evaluation.best_of > 1 else ""
     if evaluation.advantage is not None:
         guided = "" if evaluation.guidance == 1 else f" with guidance {evaluation.guidance:g}"
@@ -386,11 +396,24 @@ def _tell(name: str, evaluation: "Evaluation", console: Console) -> None:
         "95 % intervals by Wilson.",
         markup=False,
     )
-    if faults := faults_of(evaluation):
-        counts = ", ".join(f"{kind} {count} ×" for kind, count in faults.items())
-        trials = [trial for task in evaluation.results for trial in task.trials if trial.faults]
-        lost, gave_up = (sum(t.success is kind and t.steps == 0 for t in trials) for kind in (None, False))
-        parts = [f"{lost} could not be run at all and are not counted"] if lost else []
-        parts += [f"{gave_up} failed so every time and count as failures"] if gave_up else []
-        told = " and ".join(parts) or "all were run again"
-        console.print(f"note: the simulator failed ({counts}); of the episodes it hit, {told}.", markup=False)
+    lost, gave_up = (sum(t.success is kind and t.steps == 0 for t in evaluation.trials) for kind in (None, False))
+    given_up = {
+        "could not be run at all and are not counted": lost,
+        "failed so every time and count as failures": gave_up,
+    }
+    _tell_faults(evaluation.trials, given_up, console)
+
+
+def _tell_faults(trials: Sequence["Trial"], given_up: Mapping[str, int], console: Console) -> None:
+    """What simulators did, if anything, and what became of the episodes it hit: run again, but for so many."""
+    from pistar.training.results import faults_of
+
+    if not (faults := faults_of(trials)):
+        return
+    hit = sum(bool(trial.faults) for trial in trials)
+    again = hit - sum(given_up.values())
+    became = {"was run again" if again == 1 else "were run again": again, **given_up}
+    parts = [f"{number} {what}" for what, number in became.items() if number]
+    told = "all were run again" if again == hit else ", ".join(parts)
+    counts = ", ".join(f"{kind} {count} ×" for kind, count in faults.items())
+    console.print(f"note: the simulator failed ({counts}); of the episodes it hit, {told}.", markup=False)

@@ -344,7 +344,7 @@ def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Con
     stage, policy = STAGES[budget.algo], load_policy(checkpoint)
     setting = Setting(stage.env, budget.tasks, "held-out", options=EnvOptions(limit=stage.limit), seed=seed)
     player = _player(policy, seed)
-    prepared = prepare(setting, player, checkpoint=str(checkpoint), weights="serving", served_average=policy.averaged)
+    prepared = prepare(setting, player, checkpoint=str(checkpoint), weights="serving", **policy.identity())
     with episodes_shown("episodes", console) as show:
         found = evaluate(prepared, setting, player, each=show)
     found.save(path)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -87,6 +88,25 @@ def test_whatever_is_registered_is_a_task() -> None:
     assert find_tasks("gymnasium/Pendulum-v1") == ["gymnasium/Pendulum-v1"]
     assert find_tasks("gymnasium/phys2d/Pendulum-v0") == ["gymnasium/phys2d/Pendulum-v0"]
     assert find_tasks("gymnasium/Rail-v0") == ["gymnasium/Rail-v0"]
+
+
+def test_a_module_that_registers_environments_is_imported_as_gymnasium_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = "'Late-v0', 'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=7"
+    (tmp_path / "registers_late.py").write_text(f"import gymnasium\ngymnasium.register({late})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "gymnasium/registers_late:Late-v0"
+    assert find_tasks(name) == [name]
+    with Environments(name, count=1, workers=1) as envs:  # where nobody has imported it
+        assert (envs.scene.instruction, envs.scene.limit) == ("Late-v0", 7)
+    del gymnasium.registry["Late-v0"]
+    with pytest.raises(UserError, match="gymnasium has no task 'Pendlum-v1'; did you mean Pendulum-v1"):
+        find_tasks("gymnasium/registers_late:Pendlum-v1")
+    with pytest.raises(
+        UserError, match=r"cannot be had \(No module named 'no_such'\); no_such must be an importable mod"
+    ):
+        find_tasks("gymnasium/no_such:Late-v0")
 
 
 def test_the_pendulum_is_as_gymnasium_has_it() -> None:

@@ -200,6 +200,23 @@ def test_episodes_a_fault_hit_are_run_again_and_told(
     assert len(others) <= 1, "only what shared a process with it"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_simulator_refuses_is_an_error_at_first_and_costs_one_episode_once_others_went_right(
+    expected: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setenv("TOY_TROUBLE", str(tmp_path))
+    with Environments(TOY, EnvOptions(limit=60), count=4, workers=workers) as envs:
+        (tmp_path / "101.refuse").touch()
+        with pytest.raises(UserError, match="Camera a of toy renders one colour only"):
+            list(roll_out(envs, STARTS, head_home, execute=3))
+        (tmp_path / "111.refuse").touch()  # the last to begin
+        found = list(roll_out(envs, STARTS, head_home, execute=3, record=True, seed=3))
+        for one, other in zip(found, expected, strict=True):
+            same(one.episode, other.episode)
+        refused = Fault("raised", "UserError: Camera a of toy renders one colour only.")
+        assert [rollout.faults for rollout in found] == [()] * 11 + [(refused,)]
+
+
 def test_an_episode_that_fails_every_time_is_told_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,15 @@ def test_an_environment_that_cannot_be_made_is_one_error() -> None:
         envs.do({0: Begin(9999)})
 
 
+def test_simulators_of_this_process_are_closed_with_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANY_LOG", str(tmp_path))
+    with Environments("envs.many:left", count=3, workers=0) as envs:
+        envs.do({0: Begin(0)})
+        assert len(list(tmp_path.glob(f"{os.getpid()}.*"))) == 3
+    assert not list(tmp_path.glob(f"{os.getpid()}.*")), "those in the middle of an episode, too"
+    envs.close()
+
+
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="count is 0"):
         Environments(TOY, count=0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
+from pistar.errors import UserError
 
 
 class Toy(StartEnv):
@@ -58,6 +59,8 @@ class Toy(StartEnv):
                 time.sleep(1000)
             if path.suffix in (".raise", ".always"):
                 raise ArithmeticError("the solver gave up")
+            if path.suffix == ".refuse":
+                raise UserError("Camera a of toy renders one colour only.")
             if path.suffix == ".nan":
                 self._broken = True
             if path.suffix == ".spoil":  # for good: no new beginning mends it

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from metaworld_policy import fresh_checkpoint
 from pistar.data.lerobot import open_dataset
 from pistar.data.robots import Robot
-from pistar.envs.env import EnvOptions, Scene, StartEnv, make_env
+from pistar.envs.env import FAMILIES, EnvOptions, Scene, StartEnv, make_env
 from pistar.envs.rollout import Act, Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
@@ -90,8 +91,48 @@ def test_successes_are_counted_start_by_start() -> None:
     assert (found.checkpoint, found.weights, found.best_of, found.execute) == ("mine", "raw", 2, 1)
     assert (found.starts, found.seed) == ("held-out", 3)
     assert told == [("toy", 6, start) for start in range(100, 106)]
+    assert (prepared.complete, found.complete, found.device, found.drawn_by) == (False, True, "cpu", None)
     assert "pistar-rl" in found.versions
     assert "metaworld" in found.versions
+
+
+def test_what_has_been_run_of_a_suite_is_told_after_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "toys", "envs.toys")
+    where, who = setting(env="toys/both", episodes=2), player(homeward([]))
+    told: list[Evaluation] = []
+    found = evaluate(prepare(where, who, checkpoint="", weights=""), where, who, each_task=told.append)
+    assert [[task.env for task in each.results] for each in told] == [["toys/home"], ["toys/home", "toys/far"]]
+    assert [each.complete for each in told] == [False, True]
+    assert (told[0].counts.of, told[0].counts.not_run) == (2, 0), "what was not begun is not in it"
+    assert told[1] == found
+
+
+@pytest.mark.parametrize(
+    ("env", "workers", "count"),
+    [("libero/spatial/3", 3, 6), ("libero/spatial", 64, 16), ("libero/10", 0, 2), (TOY, 2, 16), (TOY, 0, 16)],
+)
+def test_of_large_simulators_there_are_two_a_worker_unless_somebody_says_otherwise(
+    env: str, workers: int, count: int
+) -> None:
+    assert Setting(env, workers=workers).side_by_side == count
+    assert Setting(env, workers=workers, environments=5).side_by_side == 5
+
+
+def test_an_evaluation_keeps_how_many_environments_there_were() -> None:
+    where = setting(environments=None, episodes=1)
+    assert judged(where, player(homeward([]))).environments == 16
+
+
+@pytest.mark.parametrize(
+    ("cameras", "films", "drawn_by"), [((), 0, None), (("images/a",), 0, "by hand"), ((), 1, "by hand")]
+)
+def test_what_mujoco_drew_by_is_kept_where_it_drew(
+    cameras: tuple[str, ...], films: int, drawn_by: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mujoco", sys)
+    monkeypatch.setenv("MUJOCO_GL", "by hand")
+    where = setting(episodes=1, films=films, options=EnvOptions(limit=2, cameras=cameras))
+    assert judged(where, player(homeward([]))).drawn_by == drawn_by
 
 
 @pytest.mark.parametrize(("asked", "executed"), [(None, CHUNK), (1, 1), (3, 3)])
@@ -234,7 +275,7 @@ def test_faults_are_told_and_episodes_they_hit_are_run_again(tmp_path: Path, mon
     assert by_start[104].faults == ("not finite: observation state has NaN or Inf",)
     assert not by_start[100].faults
     assert (task.counts.succeeded, task.counts.of) == (5, 6)
-    assert faults_of(found) == {"raised": 4, "not finite": 1}
+    assert faults_of(found.trials) == {"raised": 4, "not finite": 1}
 
 
 def test_the_first_episodes_are_filmed() -> None:

@@ -53,6 +53,17 @@ def unpacked(case: str, folder: Path) -> Path:
     return next(path.parent for path in folder.rglob("params") if path.is_dir())
 
 
+def test_a_policy_is_known_by_its_weights_and_by_how_it_is_used() -> None:
+    told = {"tokenizer": "tiny", "robot": "aloha"}
+    policy, longer = (load_policy(archive("pi0"), action_horizon=horizon, **told) for horizon in (10, 20))  # type: ignore[arg-type]
+    mine, other = policy.identity(), longer.identity()
+    assert mine["weights_sha256"] == other["weights_sha256"], "no weight shows the horizon"
+    assert {name for name, value in mine["contract"].items() if value != other["contract"][name]} == {"action_horizon"}
+    name = sorted(policy.params)[-1]
+    moved = dict(policy.params) | {name: policy.params[name].at[(0,) * policy.params[name].ndim].add(1)}
+    assert dataclasses.replace(policy, params=moved).identity()["weights_sha256"] != mine["weights_sha256"]
+
+
 @pytest.mark.parametrize("case", ["pi0", "pi05"])
 def test_the_golden_checkpoint_acts_as_openpis_own_policy(case: str, tmp_path: Path) -> None:
     golden = goldens.arrays(f"policy_infer_{case}")

@@ -130,6 +130,46 @@ def test_what_else_differs_is_said_and_known_before_there_is_an_outcome() -> Non
     ]
 
 
+def test_another_way_of_using_the_policy_is_a_difference_and_what_is_unknown_is_none() -> None:
+    old = evaluation(result((0, None)))
+    mine = dataclasses.replace(
+        old,
+        contract={"robot": "arm", "tokenizer_sha256": "a" * 64},
+        device="cpu",
+        drawn_by="egl",
+        weights_sha256="0" * 64,
+    )
+    assert differences(mine, mine) == differences(mine, old) == differences(old, mine) == []
+    other = dataclasses.replace(
+        mine,
+        contract={"robot": "hand", "tokenizer_sha256": "b" * 64},
+        device="gpu NVIDIA A100",
+        drawn_by="osmesa",
+        weights_sha256="1" * 64,
+        results=(dataclasses.replace(mine.results[0], instruction="go home"),),
+    )
+    used = [
+        "instruction of toy: come home / go home",
+        "robot: arm / hand",
+        "tokenizer_sha256: aaaaaaaaaaaa / bbbbbbbbbbbb",
+        "device: cpu / gpu NVIDIA A100",
+        "MuJoCo draws by: egl / osmesa",
+    ]
+    assert differences(mine, other) == [*used, "sha256 of the weights: 000000000000 / 111111111111"]
+    assert differences(mine, dataclasses.replace(other, checkpoint="b")) == used, "another checkpoint has other weights"
+
+
+def test_an_evaluation_that_was_stopped_is_kept_and_compared_with_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    dataclasses.replace(evaluation(result((0, True), (1, False))), complete=False).save(path)
+    told = json.loads(path.read_text())
+    assert (told["complete"], told["total"]["succeeded"], told["total"]["of"]) == (False, 1, 2)
+    with pytest.raises(
+        UserError, match=r"half\.json is of an evaluation that was stopped after 1 task; .* run it again"
+    ):
+        load_evaluation(path)
+
+
 def test_counts_are_of_what_was_run() -> None:
     trials = [Trial(0, True, 10), Trial(1, True, 20), Trial(2, False, 50), Trial(3, None, 0)]
     found = count(trials)
@@ -181,7 +221,8 @@ def test_an_evaluation_from_before_it_said_so_much_is_still_read(tmp_path: Path)
     mine = evaluation(result((0, True)))
     mine.save(tmp_path / "found.json")
     table = json.loads((tmp_path / "found.json").read_text())
-    for name in ("total", "faults", "against", "served_average", "advantage", "guidance"):
+    new = ("contract", "weights_sha256", "device", "drawn_by", "complete")
+    for name in ("total", "faults", "against", "served_average", "advantage", "guidance", *new):
         del table[name]
     del table["results"][0]["counts"]
     (tmp_path / "old.json").write_text(json.dumps(table))

@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import gymnasium
@@ -53,6 +54,8 @@ class Scene:
     things: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """What a policy may be misled about to explore: of each thing the coordinates, of each coordinate the numbers of
     the state that are off by the same. Nothing: each number for itself."""
+    drawn_by: str | None = None
+    """What MuJoCo draws by (MUJOCO_GL) in the process that has built one; None where nothing is known of it."""
 
     def __post_init__(self) -> None:
         if self.limit < 1:
@@ -134,7 +137,7 @@ class StartEnv(gymnasium.Env[Seen, np.ndarray], abc.ABC):
 
     def expert_action(self) -> Float[np.ndarray, " a"]:
         """What a script that knows how would do now."""
-        raise UserError(f"{self.scene.name} has no scripted expert; collect with --policy instead.")
+        raise _no_expert(self.scene.name)
 
     def begin(self, start_id: int) -> None:
         """Start an episode, without looking."""
@@ -225,23 +228,45 @@ FAMILIES = {
     "metaworld": "pistar.envs.metaworld",
 }
 """Where environments come from, by the first part of their names."""
+ENVIRONMENTS = 16
+"""Side by side, where nobody says how many …"""
+OF_A_WORKER = {"libero": 2}
+"""… and no more than so many for each worker of a family whose simulators take a gigabyte each."""
+
+
+def usual_environments(name: str, workers: int | None) -> int:
+    """Side by side, where nobody says; over so many processes, as many as cores if None."""
+    workers = len(os.sched_getaffinity(0)) if workers is None else max(workers, 1)
+    return min(ENVIRONMENTS, workers * OF_A_WORKER.get(name.partition("/")[0], ENVIRONMENTS))
 
 
 def _family(name: str) -> tuple[Family, str]:
     first, _, task = name.partition("/")
-    if ":" in name:  # one's own: a module and what in it makes an environment
+    if ":" in first:  # one's own: a module and what in it makes an environment
         module, _, maker = name.partition(":")
-        if os.getcwd() not in sys.path:  # a script's own folder would be there, that of an installed command is another
-            sys.path.append(os.getcwd())
         try:
-            return cast(Family, _Own(getattr(importlib.import_module(module), maker), name)), name
+            return cast(Family, _Own(getattr(_import(module), maker), name)), name
         except (ImportError, AttributeError) as error:
             raise UserError(
                 f"Environment {name} cannot be had ({error}); it must be module:function of something importable."
             ) from error
     if first not in FAMILIES:
         raise UserError(f"There is no environment {name!r}; {nearest(first, FAMILIES)}")
+    if first == "gymnasium" and ":" in task:  # its own idiom: a module that registers environments, and one of them
+        module, _, task = task.partition(":")
+        try:
+            _import(module)
+        except ImportError as error:
+            raise UserError(
+                f"Environment {name} cannot be had ({error}); {module} must be an importable module that registers it."
+            ) from error
     return cast(Family, importlib.import_module(FAMILIES[first])), task
+
+
+def _import(module: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # a script's own folder would be there, that of an installed command is another
+        sys.path.append(os.getcwd())
+    return importlib.import_module(module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +312,19 @@ def find_scene(name: str, options: EnvOptions = EnvOptions()) -> Scene:  # noqa:
     """That of the environment of that name, which is built for it only where there is no other way to know."""
     family, task = _family(_only(name))
     return family.scene(task, options)
+
+
+def check_expert(name: str) -> None:
+    """Refuse a family none of whose environments has a scripted expert. Of others each must be asked."""
+    family, _ = _family(name)
+    found = [kind for kind in vars(family).values() if isinstance(kind, type) and issubclass(kind, StartEnv)]
+    kinds = [kind for kind in found if kind is not StartEnv]
+    if kinds and all(kind.expert_action is StartEnv.expert_action for kind in kinds):
+        raise _no_expert(name)
+
+
+def _no_expert(name: str) -> UserError:
+    return UserError(f"{name} has no scripted expert; collect with --policy instead.")
 
 
 def _only(name: str) -> str:

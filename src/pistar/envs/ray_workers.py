@@ -132,11 +132,8 @@ class _Actor:
         return os.getpid(), self._simulators.scenes
 
     def obey(self, inner: int, command: Begin | Go) -> Went | Fault | UserError:
-        """Do it. A user's mistake is an answer here, for Ray would make an exception of its own of it."""
-        try:
-            return self._simulators.obey(inner, command)
-        except UserError as error:
-            return error
+        """Do it. What goes wrong is an answer, for Ray would make an exception of its own of it."""
+        return self._simulators.obey(inner, command)
 
 
 def _copied(went: Went) -> Went:

@@ -72,6 +72,10 @@ class Environments:
         self._told = 0
         self._awaited: dict[int, int] = {}
         """Which of all that was told each environment is to answer."""
+        self._tasks: dict[int, str] = {}
+        """Of the episode each environment began last."""
+        self._proven: set[str] = set()
+        """Tasks of which an episode went right: what is refused after that is no mistake of the user's."""
         self._crew = Crew(names, options, count, spare, names)
         self._here: Simulators | None = None
         self._workers: list[Worker] = []
@@ -109,12 +113,14 @@ class Environments:
         return len(self._workers)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, or close what this process holds."""
         for worker in self._workers:
             worker.end()
         self._workers = []
         if self._here is None:
             self._engine.close()
+        else:
+            self._here.close()
 
     def do(self, commands: Mapping[int, Begin | Go]) -> dict[int, Went | Fault]:
         """Tell each of these what to do, and wait for all. After a fault the episode must begin again."""
@@ -127,6 +133,8 @@ class Environments:
             self._heard.pop(slot, None)
             self._told += 1
             self._awaited[slot] = self._told
+            if isinstance(command, Begin):
+                self._tasks[slot] = command.task or self._crew.names[0]
             if self._here is not None:
                 self._heard[slot] = self._here.obey(slot, command)
                 continue
@@ -138,7 +146,10 @@ class Environments:
             self._workers[slot % len(self._workers)].tell(slot, self._told, command)
 
     def hear(self, slots: Iterable[int]) -> dict[int, Went | Fault]:
-        """Wait for the answers of all of these. What others say meanwhile is kept for when it is asked for."""
+        """Wait for the answers of all of these. What others say meanwhile is kept for when it is asked for.
+
+        An environment's `UserError` is raised; or a fault, once an episode of its task went right.
+        """
         awaited = set(slots)
         if strangers := awaited - self._awaited.keys():
             raise RuntimeError(f"environments {sorted(strangers)} were told nothing, or by somebody who forgot them")
@@ -157,9 +168,9 @@ class Environments:
         answers = {slot: self._heard.pop(slot) for slot in sorted(awaited)}
         for slot, answer in answers.items():
             del self._awaited[slot]
-            if isinstance(answer, UserError):
-                raise answer
-        return answers  # type: ignore[return-value]  # no errors any more
+            if isinstance(answer, Went) and (answer.ending != "goes on" or answer.truncated):
+                self._proven.add(self._tasks[slot])
+        return {slot: self._accepted(slot, answer) for slot, answer in answers.items()}
 
     def forget(self) -> None:
         """What was told and not heard: nobody will ask for it."""
@@ -170,6 +181,14 @@ class Environments:
         """For whoever asked; what was forgotten is dropped."""
         if self._awaited.get(slot) == told:
             self._heard[slot] = answer
+
+    def _accepted(self, slot: int, answer: "Went | Fault | UserError") -> Went | Fault:
+        """A camera of a new environment that draws nothing, say, is trouble of one episode where others could see."""
+        if not isinstance(answer, UserError):
+            return answer
+        if self._tasks[slot] not in self._proven:
+            raise answer
+        return Fault("raised", f"{type(answer).__name__}: {answer}")
 
     def _start(self, number: int, workers: int) -> Worker:
         """One of so many workers. Each tells its share of the scenes, and at least one: that loads the simulator."""

@@ -118,16 +118,17 @@ class Simulators:
         self.scenes: dict[str, Scene] = (
             {name: self._pool.scene(name) for name in crew.asked}
             if others
-            else {self._first: self._pool.fill(self._first)}
+            else {self._first: dataclasses.replace(self._pool.fill(self._first), drawn_by=_drawn_by())}
         )
 
-    def obey(self, slot: int, command: Begin | Go) -> Went | Fault:
+    def obey(self, slot: int, command: Begin | Go) -> Went | Fault | UserError:
         """Do it. What goes wrong inside is an answer; that environment is not used again."""
         since = time.process_time()
         try:
             went = self._begin(slot, command) if isinstance(command, Begin) else self._go(slot, command)
-        except UserError:
-            raise
+        except UserError as error:
+            self._pool.drop(slot)
+            return error
         except Exception as error:  # a simulator may raise anything
             where = traceback.extract_tb(error.__traceback__)[-1]
             self._pool.drop(slot)
@@ -141,6 +142,10 @@ class Simulators:
         if went.ending != "goes on" or went.truncated:
             self._pool.leave(slot)
         return dataclasses.replace(went, seconds=time.process_time() - since)
+
+    def close(self) -> None:
+        """Let go of them all."""
+        self._pool.close()
 
     def _begin(self, slot: int, begin: Begin) -> Went:
         env = self._pool.take(slot, begin.task or self._first)
@@ -174,6 +179,10 @@ class Simulators:
             if over:
                 break
         return Went(_stack(seen), np.stack(done), ending, truncated, tuple(film))
+
+
+def _drawn_by() -> str | None:
+    return os.environ.get("MUJOCO_GL") if "mujoco" in sys.modules else None
 
 
 def _stack(seen: list[Seen]) -> dict[str, np.ndarray]:
@@ -235,15 +244,10 @@ def serve(pipe: int, memory: int) -> None:
                 slot, command = connection.recv()
             except (EOFError, ConnectionError):  # closed, perhaps with answers nobody will hear
                 return
-            answer: Went | Fault | UserError
-            looks = 0
-            try:
-                answer = simulators.obey(slot, command)
-                if isinstance(answer, Went):
-                    looks = len(next(iter(answer.seen.values())))
-                    answer = pictures.leave(slot, answer)
-            except UserError as error:
-                answer = error
+            answer, looks = simulators.obey(slot, command), 0
+            if isinstance(answer, Went):
+                looks = len(next(iter(answer.seen.values())))
+                answer = pictures.leave(slot, answer)
             try:
                 connection.send((slot, answer, looks))
             except ConnectionError:

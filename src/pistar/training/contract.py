@@ -67,6 +67,16 @@ class Contract:
         """The robot's transforms, with this policy's own choice of relative actions."""
         return dataclasses.replace(find_robot(self.robot), delta_mask=self.delta_mask)
 
+    def identity(self) -> dict[str, str]:
+        """What tells whether two policies were used alike, in words."""
+        names = ("robot", "asset_id", "prompt_format", "norm_kind", "norm_stats_sha256", "tokenizer_sha256")
+        relative = "none" if self.delta_mask is None else "".join("01"[each] for each in self.delta_mask)
+        return {
+            **{name: str(getattr(self, name)) for name in names},
+            "action_horizon": str(self.model.action_horizon),
+            "delta_mask": relative,
+        }
+
     def problems(self, weights: Pi0Config, norm_stats: Mapping[str, NormStats] | None) -> list[str]:
         """Where a checkpoint contradicts its contract: in its weights, in the robot it names, in its norm stats."""
         found = [

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from pistar.data.lerobot_writer import DatasetWriter
 from pistar.data.robots import Robot
 from pistar.data.transforms import flatten
-from pistar.envs.env import EnvOptions, Scene, find_scene, find_tasks, told
+from pistar.envs.env import EnvOptions, Scene, find_scene, find_tasks, told, usual_environments
 from pistar.envs.rollout import Act, Rollout, roll_out
 from pistar.envs.vector import Environments
 from pistar.envs.worker import Script
@@ -49,8 +51,9 @@ class Setting:
     starts: Starts = "held-out"
     execute: int | None = None
     """Actions of a chunk before the policy is asked again; None: what the environment's clients do, else all."""
-    environments: int = 16
-    """Side by side, half of them in each call of the policy. Another number changes the last bits of its actions."""
+    environments: int | None = None
+    """Side by side, half of them in each call of the policy; as usual for the environment if None. Another number
+    changes the last bits of its actions."""
     workers: int | None = None
     """Processes; as many as cores if None, 0 for this one alone."""
     options: EnvOptions = dataclasses.field(default_factory=EnvOptions)
@@ -61,12 +64,17 @@ class Setting:
     """Seconds without a word after which a worker hangs, and is replaced."""
 
     def __post_init__(self) -> None:
-        if self.environments < 1:
+        if self.environments is not None and self.environments < 1:
             raise UserError(f"--environments is {self.environments}; at least 1 environment is needed.")
         if self.workers is not None and self.workers < 0:
             raise UserError(f"--workers is {self.workers}; give the number of processes, or 0 to use none.")
         if not self.hang_after > 0:
             raise UserError(f"--hang-after is {self.hang_after:g}; give a number of seconds (120).")
+
+    @property
+    def side_by_side(self) -> int:
+        """Environments, whoever chose the number."""
+        return usual_environments(self.env, self.workers) if self.environments is None else self.environments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +114,8 @@ def look_ahead(name: str, setting: Setting, player: Player) -> tuple[EnvOptions,
 def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> Iterator[tuple[Scene, int, Rollout]]:
     """One task's episodes, in the order of their start states, with how many there will be."""
     options, scene, starts = look_ahead(name, setting, player)
-    act = player.act if isinstance(player.act, Script) else player.act(setting.environments)
-    count = min(setting.environments, len(starts))  # a simulator nobody begins in is memory and time
+    act = player.act if isinstance(player.act, Script) else player.act(setting.side_by_side)
+    count = min(setting.side_by_side, len(starts))  # a simulator nobody begins in is memory and time
     execute = executed(setting, scene, player)
     with Environments(
         name, options, count=count, workers=setting.workers, chunk=max(64, execute), patience=setting.hang_after
@@ -115,7 +123,7 @@ def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> It
         for rollout in roll_out(
             envs, starts, act, execute=execute, record=record, films=setting.films, seed=setting.seed
         ):
-            yield scene, len(starts), rollout
+            yield envs.scene, len(starts), rollout
 
 
 def needed_cameras(robot: Robot) -> tuple[str, ...]:
@@ -147,6 +155,8 @@ def prepare(
     served_average: bool | None = None,
     advantage: str | None = None,
     guidance: float = 1.0,
+    contract: dict[str, str] | None = None,
+    weights_sha256: str | None = None,
 ) -> Evaluation:
     """An evaluation before its first episode: every start state of every task, without an outcome. Refuses what cannot
     be run; and `results.differences` knows from it whether another can be compared with it."""
@@ -163,7 +173,7 @@ def prepare(
         execute=execute,
         starts=setting.starts,
         seed=setting.seed,
-        environments=setting.environments,
+        environments=setting.side_by_side,
         image_size=setting.options.image_size,
         shadows=setting.options.shadows,
         results=tuple(results),
@@ -172,6 +182,10 @@ def prepare(
         served_average=served_average,
         advantage=advantage,
         guidance=guidance,
+        contract=contract or {},
+        weights_sha256=weights_sha256,
+        device=_device(),
+        complete=False,
     )
 
 
@@ -181,21 +195,36 @@ def evaluate(
     player: Player,
     *,
     each: Callable[[Scene, int, Rollout], object] = lambda *_: None,
+    each_task: Callable[[Evaluation], object] = lambda _: None,
     record: bool = False,
 ) -> Evaluation:
     """What was prepared with the same setting and player, with what came of it. `each` is told every episode as it
-    ends, and of how many."""
-    since, results = time.monotonic(), []
+    ends, and of how many; `each_task`, after every task, what there is so far."""
+    since, found = time.monotonic(), dataclasses.replace(prepared, results=())
     for task in prepared.results:
         trials: list[Trial] = []
         for scene, total, rollout in run_task(task.env, setting, player, record=record):
-            trials.append(_trial(rollout))
+            trials.append(as_trial(rollout))
             each(scene, total, rollout)
-        results.append(dataclasses.replace(task, trials=tuple(trials)))
-    return dataclasses.replace(prepared, results=tuple(results), seconds=round(time.monotonic() - since, 1))
+        results = (*found.results, dataclasses.replace(task, trials=tuple(trials)))
+        found = dataclasses.replace(
+            found,
+            results=results,
+            seconds=round(time.monotonic() - since, 1),
+            drawn_by=scene.drawn_by if scene.cameras or setting.films else None,
+            complete=len(results) == len(prepared.results),
+        )
+        each_task(found)
+    return found
 
 
-def _trial(rollout: Rollout) -> Trial:
+def _device() -> str:
+    device = jax.devices()[0]
+    return " ".join(dict.fromkeys((device.platform, device.device_kind)))
+
+
+def as_trial(rollout: Rollout) -> Trial:
+    """What is counted of it."""
     faults = tuple(f"{fault.kind}: {fault.detail}" for fault in rollout.faults)
     if rollout.episode is None:
         # Left out of the count, a policy that tears its simulator apart would do better than one that merely fails.

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,8 @@ class Policy:
     """… so many times as far as the label alone would lead."""
     check_prompt: Callable[[str], None] = lambda _: None
     """Refuses words that would lose their label."""
+    contract: Contract | None = None
+    """What was agreed on between its checkpoint and whoever loaded it."""
 
     def act(
         self, observations: Sequence[Data], noise: Float[np.ndarray, "b *n h a"] | Float[Array, "b *n h a"]
@@ -81,10 +85,28 @@ class Policy:
         robots: np.ndarray = self.outputs({"state": state, "actions": actions})["actions"]
         return robots
 
+    def identity(self) -> dict[str, Any]:
+        """What an evaluation keeps of it, see `results.Evaluation`. All weights are gone through."""
+        return {
+            "served_average": self.averaged,
+            "contract": {} if self.contract is None else self.contract.identity(),
+            "weights_sha256": params_hash(self.params),
+        }
+
     def draw_noise(self, seed: int, *batch: int) -> Float[np.ndarray, "..."]:
         """Noise for chunks of this batch shape."""
         shape = (*batch, self.config.action_horizon, self.config.action_dim)
         return np.asarray(jax.random.normal(jax.random.key(seed), shape))
+
+
+def params_hash(params: Params) -> str:
+    """SHA-256 of names, shapes, types and numbers."""
+    digest = hashlib.sha256()
+    for name, param in sorted(params.items()):
+        digest.update(f"{name} {param.shape} {param.dtype}".encode())
+        # A copy: JAX keeps what came to the host for as long as the array it came of.
+        digest.update(np.ascontiguousarray(jnp.copy(param)).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -160,7 +182,13 @@ def load_policy(
         default_prompt=default_prompt,
     )
     policy = Policy(
-        config, params, inputs, output_transform(machine, stats, contract.norm_kind), machine, averaged=averaged
+        config,
+        params,
+        inputs,
+        output_transform(machine, stats, contract.norm_kind),
+        machine,
+        averaged=averaged,
+        contract=contract,
     )
     if advantage == "none":
         return policy

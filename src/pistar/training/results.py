@@ -1,14 +1,17 @@
 """What an evaluation found: every episode, counted, how sure that is, kept as JSON, and compared with another."""
 
+import collections
 import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pistar.data.words import counted
 from pistar.errors import UserError
 from pistar.tables import from_table, to_table
 from pistar.training.counting import mcnemar, wilson
@@ -94,11 +97,26 @@ class Evaluation:
     """What its prompts asked for: the label appended to them, if any."""
     guidance: float = 1.0
     """How many times as far it was led from what it would do unasked."""
+    contract: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How the policy was used, see `Contract.identity`."""
+    weights_sha256: str | None = None
+    """Of the weights that acted."""
+    device: str | None = None
+    """Which they acted on."""
+    drawn_by: str | None = None
+    """MUJOCO_GL, where cameras or films were drawn."""
+    complete: bool = True
+    """Whether all its tasks were run; else `results` has those that were."""
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Of all tasks."""
+        return [trial for task in self.results for trial in task.trials]
 
     @property
     def counts(self) -> Counts:
         """Of all tasks together."""
-        return count([trial for task in self.results for trial in task.trials])
+        return count(self.trials)
 
     @property
     def whose(self) -> str:
@@ -116,7 +134,7 @@ class Evaluation:
         """As JSON, whole or not at all; with all that follows from it, so that nobody must count again."""
         table = to_table(self)
         entries = table.pop("results")
-        table |= {"total": to_table(self.counts), "faults": faults_of(self)}
+        table |= {"total": to_table(self.counts), "faults": faults_of(self.trials)}
         table["against"] = None if against is None else _comparison(self, against)
         # Counts before what they are of, which is long.
         table["results"] = [
@@ -130,7 +148,7 @@ class Evaluation:
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """What `save` wrote. What follows from the episodes is left aside, and counted again."""
+    """What `save` wrote, if it was run to its end. What follows from the episodes is left aside, and counted again."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -141,7 +159,13 @@ def load_evaluation(path: Path) -> Evaluation:
         for entry in table.get("results") or ():
             if isinstance(entry, dict):
                 entry.pop("counts", None)
-    return from_table(Evaluation, table, str(path))
+    found = from_table(Evaluation, table, str(path))
+    if not found.complete:
+        raise UserError(
+            f"{path} is of an evaluation that was stopped after {counted(len(found.results), 'task')}; "
+            "its counts hold for these, but it is compared with no other: run it again."
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +247,21 @@ def differences(first: Evaluation, second: Evaluation) -> list[str]:
         "guidance": (first.guidance, second.guidance),
         "environments at once": (first.environments, second.environments),
     }
+    words = {task.env: task.instruction for task in second.results}
+    told |= {f"instruction of {task.env}": (task.instruction, words[task.env]) for task in first.results}
+    told |= {name: (mine, second.contract[name]) for name, mine in first.contract.items() if name in second.contract}
+    known = {"device": (first.device, second.device), "MuJoCo draws by": (first.drawn_by, second.drawn_by)}
+    if first.checkpoint == second.checkpoint and first.weights == second.weights:  # or they are another policy's
+        known["sha256 of the weights"] = (first.weights_sha256, second.weights_sha256)
+    told |= {what: pair for what, pair in known.items() if None not in pair}
     for package in sorted(first.versions.keys() | second.versions.keys()):
         told[package] = (first.versions.get(package, "none"), second.versions.get(package, "none"))
-    return [f"{what}: {one} / {other}" for what, (one, other) in told.items() if one != other]
+    return [f"{what}: {_brief(one)} / {_brief(other)}" for what, (one, other) in told.items() if one != other]
+
+
+def _brief(value: object) -> str:
+    """As much of a hash as tells it from others."""
+    return re.sub(r"^([0-9a-f]{12})[0-9a-f]{52}$", r"\1", str(value))
 
 
 def _comparison(first: Evaluation, second: Evaluation) -> dict[str, Any]:
@@ -253,12 +289,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def faults_of(evaluation: Evaluation) -> dict[str, int]:
+def faults_of(trials: Iterable[Trial]) -> dict[str, int]:
     """How often the simulator failed, by what happened."""
-    counts: dict[str, int] = {}
-    for task in evaluation.results:
-        for trial in task.trials:
-            for fault in trial.faults:
-                kind = fault.partition(":")[0]
-                counts[kind] = counts.get(kind, 0) + 1
-    return counts
+    return dict(collections.Counter(fault.partition(":")[0] for trial in trials for fault in trial.faults))
