@@ -16,11 +16,13 @@ import yaml
 from PIL import Image
 from scipy.spatial.transform import Rotation
 
+from envs.alone import drawn_alone
 from metaworld_policy import MODEL, fresh_checkpoint
 from pistar.config import CAMERAS
 from pistar.data.robots import ROBOTS
 from pistar.envs import libero
-from pistar.envs.env import EnvOptions, find_tasks, make_env
+from pistar.envs.env import EnvOptions, StartEnv, find_tasks, make_env
+from pistar.envs.rendering import Graphics
 from pistar.envs.rollout import Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.errors import UserError
@@ -54,18 +56,9 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Actor:
 
 
 @pytest.fixture(scope="module")
-def drawer_alone(drawer: libero.Libero) -> np.ndarray:
-    """A picture of it from when nothing else had been drawn in this process."""
-    assert libero._Graphics._window is None
-    drawer.begin(3)
-    picture = drawer.render()
-    drawer._views.close()
-    return picture
-
-
-@pytest.fixture(scope="module")
-def robosuites_own(drawer_alone: object) -> list[dict[str, Any]]:
+def robosuites_own() -> list[dict[str, Any]]:
     """What robosuite observes at 256 × 256 after settling and after each action, driven as OpenPI's client does."""
+    Graphics.end()  # those of whoever came before: two drawers in a process disturb each other
     with libero._quiet():
         benchmark, _ = libero._import_libero()
         from libero.libero.envs import OffScreenRenderEnv
@@ -90,7 +83,7 @@ def robosuites_own(drawer_alone: object) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def stove(robosuites_own: object) -> Iterator[libero.Libero]:
-    """With cameras, and only after robosuite's are gone: two drawers in a process disturb each other."""
+    """With cameras, and only after robosuite's are gone."""
     env = libero.make("goal/7", EnvOptions(limit=2))
     env.begin(0)
     env.observe()  # its graphics outlive an episode
@@ -141,7 +134,7 @@ def begun_by_script(actor: Actor, requests: Sequence[Request]) -> np.ndarray:
 def over(
     workers: int, actor: Actor, tasks: Sequence[str], starts: Sequence[tuple[str, int]], *, kill: bool = False
 ) -> list[Rollout]:
-    """Short episodes; the first worker may be killed when one of them is halfway."""
+    """Short episodes, the first of them filmed; the first worker may be killed when one of them is halfway."""
     with Environments(tasks, EnvOptions(cameras=(), limit=STEPS), count=max(2, workers), workers=workers) as envs:
         assert envs.workers == workers
         first = [worker.pid for worker in envs._workers[:kill]]
@@ -151,7 +144,7 @@ def over(
                 os.kill(first.pop(), signal.SIGKILL)
             return begun_by_script(actor, requests)
 
-        return list(roll_out(envs, starts, act, execute=3, record=True))
+        return list(roll_out(envs, starts, act, execute=3, record=True, films=int(workers == 2)))
 
 
 @pytest.fixture(scope="module")
@@ -234,24 +227,34 @@ def test_sees_what_openpis_client_sees(stove: libero.Libero, robosuites_own: lis
 
 
 def test_all_environments_of_a_process_draw_in_one_window_and_do_not_disturb_each_other(
-    stove: libero.Libero, drawer: libero.Libero, drawer_alone: np.ndarray
+    stove: libero.Libero, drawer: libero.Libero, in_two_workers: list[Rollout]
 ) -> None:
+    """Those of two tasks, and of two other simulators."""
+    others = {"metaworld/reach-v3": EnvOptions(image_size=48), "aloha/insertion": EnvOptions(cameras=(), image_size=48)}
+    alone = {name: drawn_alone(name, options, 3)["people"] for name, options in others.items()}
+    alone[BOWL] = in_two_workers[0].film[0]
     stove.begin(0)
-    stove_alone, window = stove.render(), libero._Graphics._window
-    drawer.begin(3)
-    for _ in range(2):  # in turn
-        np.testing.assert_array_equal(drawer.render(), drawer_alone)
-        np.testing.assert_array_equal(stove.render(), stove_alone)
-    assert libero._Graphics._by_task.keys() == {"libero/goal/7", "libero/spatial/4"}
+    alone["libero/goal/7"], window = stove.render(), Graphics._window
+    drawer.begin(40)
+    envs: dict[str, StartEnv] = {"libero/goal/7": stove, BOWL: drawer}
+    for name, options in others.items():
+        envs[name] = make_env(name, options)
+        envs[name].begin(3)
+    for _ in range(2):
+        for name, env in envs.items():  # in turn
+            np.testing.assert_array_equal(env.render(), alone[name], err_msg=name)
+    assert {"libero/goal/7", BOWL} < Graphics._loaded.keys()
+    loaded = len(Graphics._loaded)
     second = libero.make("goal/7", EnvOptions())
     second.begin(0)
-    np.testing.assert_array_equal(second.render(), stove_alone)
-    assert len(libero._Graphics._by_task) == 2, "what is loaded is loaded once for a task"
-    second.close()
+    np.testing.assert_array_equal(second.render(), alone["libero/goal/7"])
+    assert len(Graphics._loaded) == loaded, "what is loaded is loaded once for a task"
+    for env in (second, *(envs[name] for name in others)):
+        env.close()
     drawer._views.close()
-    np.testing.assert_array_equal(stove.render(), stove_alone)
-    assert libero._Graphics._window is window
-    assert list(libero._Graphics._by_task) == ["libero/goal/7"]
+    np.testing.assert_array_equal(stove.render(), alone["libero/goal/7"])
+    assert Graphics._window is window
+    assert list(Graphics._loaded) == ["libero/goal/7"]
 
 
 def test_pictures_come_in_the_size_and_number_asked_for(stove: libero.Libero) -> None:
