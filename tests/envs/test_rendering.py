@@ -14,6 +14,8 @@ import pytest
 from envs.alone import drawn_alone
 from pistar.envs.env import EnvOptions, StartEnv, make_env
 from pistar.envs.rendering import Graphics, PictureCheck
+from pistar.envs.vector import Environments
+from pistar.envs.worker import Begin
 from pistar.errors import UserError
 from pistar.training.memory import resident_bytes
 
@@ -165,6 +167,13 @@ def test_an_environment_nobody_closed_holds_nothing_once_it_is_gone(loads: list[
     other.observe()
     assert list(Graphics._loaded) == [(CUBE, False)]
     other.close()
+
+
+def test_environments_of_this_process_are_closed_with_the_engine(loads: list[Any]) -> None:
+    with Environments(REACH, EnvOptions(image_size=32), count=2, workers=0) as envs:
+        envs.do({slot: Begin(slot, film=True) for slot in range(2)})
+        assert len(Graphics._loaded) == len(loads) == 1
+    assert (Graphics._loaded, Graphics._window) == ({}, None)
 
 
 def test_scenes_that_come_and_go_leave_no_memory_taken(loads: list[Any]) -> None:

@@ -56,3 +56,9 @@ class Pool:
         if slot in self._held:
             with contextlib.suppress(Exception):  # broken as it is, it may raise anything
                 self._held.pop(slot)[1].close()
+
+    def close(self) -> None:
+        """All of them, also those in the middle of an episode."""
+        for _, env in (*self._held.values(), *self._idle):
+            env.close()
+        self._held, self._idle = {}, []

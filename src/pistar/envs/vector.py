@@ -109,12 +109,14 @@ class Environments:
         return len(self._workers)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; close what is in this process."""
         for worker in self._workers:
             worker.end()
         self._workers = []
         if self._here is None:
             self._engine.close()
+        else:
+            self._here.close()
 
     def do(self, commands: Mapping[int, Begin | Go]) -> dict[int, Went | Fault]:
         """Tell each of these what to do, and wait for all. After a fault the episode must begin again."""
