@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from pistar.config import AcrlpdConfig
+from pistar.config import AcrlpdConfig, Pi0Config
 from pistar.data.lerobot_writer import write_dataset
 from pistar.data.norm_stats import NormStats, norm_stats_hash
 from pistar.data.robots import find_robot
@@ -28,11 +28,17 @@ PROMPT = "move the gripper to the goal"
 
 
 def fresh_checkpoint(
-    folder: Path, seed: int = 0, *, robot: str = "metaworld", always: Sequence[float] | None = None
+    folder: Path,
+    seed: int = 0,
+    *,
+    robot: str = "metaworld",
+    model: Pi0Config = MODEL,
+    always: Sequence[float] | None = None,
 ) -> Path:
     """A step folder, in no run. Its norm stats let the hand move at about half its speed; or have every action be the
     same, whatever the model says."""
     machine = find_robot(robot)
+    model = dataclasses.replace(model, cameras=tuple(machine.cameras))
     still = np.zeros(machine.action_dim)
     stats = {
         "state": NormStats(np.zeros(machine.state_dim), np.full(machine.state_dim, 0.3)),
@@ -41,18 +47,22 @@ def fresh_checkpoint(
         else NormStats(np.array(always, float), still + 1e-6),
     }
     contract = Contract(
-        model=MODEL,
+        model=model,
         robot=robot,
         asset_id=robot,
         state_dim=machine.state_dim,
         action_dim=machine.action_dim,
         delta_mask=None,
         prompt_format="pi0",
-        tokenizer_sha256=load_tokenizer("tiny", MODEL.max_token_len).sha256,
+        tokenizer_sha256=load_tokenizer("tiny", model.max_token_len).sha256,
         norm_kind="zscore",
         norm_stats_sha256=norm_stats_hash(stats),
     )
-    return write_checkpoint(folder, 1, init_params(MODEL, jax.random.key(seed)), {robot: stats}, contract)
+    params = init_params(model, jax.random.key(seed))
+    if any(machine.cameras.values()):  # the last layer of pictures begins with zeros, and nothing would be seen
+        last = "PaliGemma/img/head/kernel"
+        params = {**params, last: jax.random.normal(jax.random.key(seed), params[last].shape)}
+    return write_checkpoint(folder, 1, params, {robot: stats}, contract)
 
 
 def noise_dataset(folder: Path) -> Path:

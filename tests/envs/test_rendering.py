@@ -1,15 +1,23 @@
-"""Which way pictures are drawn without a screen; and what is no picture of a scene is not taken for one."""
+"""Which way pictures are drawn without a screen, and with what; what is no picture of a scene is not taken for one."""
 
 import ctypes.util
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pistar.envs.rendering import PictureCheck
+from envs.alone import drawn_alone
+from pistar.envs.env import EnvOptions, StartEnv, make_env
+from pistar.envs.rendering import Graphics, PictureCheck
+from pistar.envs.vector import Environments
+from pistar.envs.worker import Begin
 from pistar.errors import UserError
+from pistar.training.memory import resident_bytes
 
 SCENE = np.add.outer(np.arange(32), np.arange(32))[..., None].repeat(3, axis=2).astype(np.uint8)
 NOISE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
@@ -67,7 +75,155 @@ def test_the_probe_really_draws() -> None:
         assert chosen("required = False", MUJOCO_EGL_DEVICE_ID="99") == "disable disable None"
 
 
-def test_a_process_that_has_drawn_ends_without_a_word() -> None:
-    program = "from pistar.envs.env import make_env; arm = make_env('metaworld/reach-v3'); arm.begin(0); arm.render()"
+REACH, DOOR, CUBE, PEG = "metaworld/reach-v3", "metaworld/door-open-v3", "aloha/transfer-cube", "aloha/insertion"
+
+
+def begun(name: str, start_id: int = 3, **options: Any) -> StartEnv:
+    env = make_env(name, EnvOptions(**options))
+    env.begin(start_id)
+    return env
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is loaded in a process that had nothing loaded before, and what was."""
+    import mujoco
+
+    Graphics.end()
+    made: list[Any] = []
+
+    def noted(model: Any, *options: Any) -> Any:
+        made.append(model)
+        return context(model, *options)
+
+    context = mujoco.MjrContext
+    monkeypatch.setattr(mujoco, "MjrContext", noted)
+    yield made
+    Graphics.end()
+
+
+def test_tasks_and_simulators_in_one_process_draw_in_turn_what_each_draws_alone(loads: list[Any]) -> None:
+    """LIBERO among them is in its own tests: a world of it takes seconds."""
+    few = {"image_size": 48}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (REACH, {"cameras": ("images/corner2", "images/gripperPOV"), **few}),
+        (DOOR, {"cameras": ("images/corner2",), "shadows": True, **few}),
+        (CUBE, {"cameras": ("images/cam_high", "images/cam_left_wrist"), "image_size": 64}),
+        (PEG, {"cameras": ("images/cam_high",), "shadows": True, **few}),
+    ]
+    alone = [drawn_alone(name, EnvOptions(**options), 3) for name, options in kinds]
+    assert loads == []
+    envs = [begun(name, **options) for name, options in kinds]
+    for _ in range(2):
+        for env, pictures in zip(envs, alone, strict=True):
+            seen = {**env.observe(), "people": env.render()}
+            for camera, picture in pictures.items():
+                np.testing.assert_array_equal(seen[camera], picture, err_msg=f"{env.scene.name} {camera}")
+    assert len(loads) == len(Graphics._loaded) == len(kinds)
+
+
+@pytest.mark.parametrize("name", [REACH, CUBE])
+def test_a_kind_of_scene_is_loaded_once_whatever_the_environment_and_the_size(name: str, loads: list[Any]) -> None:
+    camera = {REACH: "images/topview", CUBE: "images/cam_high"}[name]
+    small, large, other = (
+        begun(name, at, cameras=(camera,), image_size=size) for at, size in ((3, 32), (3, 700), (4, 32))
+    )
+    before = small.observe()[camera], large.observe()[camera], other.observe()[camera]
+    assert before[1].shape[1] == 700, "larger than what MuJoCo sets aside"
+    assert not np.array_equal(before[0], before[2])
+    for _ in range(2):
+        small.render()
+        for env, picture in zip((small, large, other), before, strict=True):
+            np.testing.assert_array_equal(env.observe()[camera], picture)
+    assert len(loads) == 1
+    begun(name, cameras=(camera,), image_size=32, shadows=True).observe()
+    assert len(loads) == 2, "for shadows otherwise"
+
+
+def test_the_last_environment_of_its_kind_gives_back_what_was_loaded(loads: list[Any]) -> None:
+    first, second, other = begun(REACH, image_size=32), begun(REACH, image_size=32), begun(CUBE, image_size=32)
+    for env in (first, second, other):
+        env.render()
+    window = Graphics._window
+    first.close()
+    assert len(Graphics._loaded) == 2
+    picture = second.render()
+    second.close()
+    second.close()  # once more is no harm
+    assert list(Graphics._loaded) == [(CUBE, False)]
+    assert Graphics._window is window
+    other.close()
+    assert (Graphics._loaded, Graphics._window) == ({}, None)
+    np.testing.assert_array_equal(second.render(), picture)  # and all comes again if it must
+    assert len(loads) == 3
+    second.close()
+
+
+def test_an_environment_nobody_closed_holds_nothing_once_it_is_gone(loads: list[Any]) -> None:
+    forgotten, other = begun(REACH, image_size=32), begun(CUBE, image_size=32)
+    forgotten.render()
+    del forgotten
+    gc.collect()
+    other.observe()
+    assert list(Graphics._loaded) == [(CUBE, False)]
+    other.close()
+
+
+def test_environments_of_this_process_are_closed_with_the_engine(loads: list[Any]) -> None:
+    with Environments(REACH, EnvOptions(image_size=32), count=2, workers=0) as envs:
+        envs.do({slot: Begin(slot, film=True) for slot in range(2)})
+        assert len(Graphics._loaded) == len(loads) == 1
+    assert (Graphics._loaded, Graphics._window) == ({}, None)
+
+
+def test_scenes_that_come_and_go_leave_no_memory_taken(loads: list[Any]) -> None:
+    stays, comes = begun(DOOR, image_size=32), begun(REACH, image_size=32)
+    taken = []
+    for _ in range(8):
+        stays.render()
+        comes.render()
+        comes.close()
+        taken.append(resident_bytes()[0])
+    assert len(loads) == 9
+    assert taken[-1] - taken[1] < 1e8, "kept, each would take 40 MB"
+    stays.close()
+
+
+@pytest.mark.parametrize("chosen_by", ["us", "somebody before MuJoCo was imported"])
+def test_where_nothing_can_be_drawn_every_simulator_says_what_to_install(
+    chosen_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Graphics.end()
+    envs = begun(REACH), begun(CUBE, cameras=())
+    if chosen_by == "us":
+        monkeypatch.setenv("MUJOCO_GL", "disable")
+    else:
+        monkeypatch.delattr("mujoco.gl_context.GLContext")
+    for env in envs:
+        with pytest.raises(UserError, match=r"MuJoCo cannot render here .*apt-get install libegl1"):
+            env.render()
+
+
+ENDS = {
+    "one that has drawn": f"arm = make_env('{REACH}'); arm.begin(0); arm.render()",
+    "one whose environments were made before the first picture": f"""
+arm, arms = make_env('{REACH}'), make_env('{CUBE}')
+for each in (arms, arm):
+    each.begin(0)
+    each.render()
+""",
+    "one that takes in another simulator after it has drawn": f"""
+arm = make_env('{REACH}')
+arm.begin(0)
+arm.render()
+arms = make_env('{CUBE}')
+""",
+}
+
+
+@pytest.mark.parametrize("program", ENDS.values(), ids=ENDS)
+def test_a_process_ends_without_a_word(program: str) -> None:
+    """Everything is given back before the driver ends, whoever arranged that and when."""
+    program = f"from pistar.envs.env import make_env\n{program}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

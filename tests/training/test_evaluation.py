@@ -1,4 +1,4 @@
-"""Counting successes, with the toy environment where any will do; and a learned policy in Meta-World itself."""
+"""Counting successes, with the toy environment where any will do; and a learned policy in simulators themselves."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ from pistar.training.evaluation import (
     prepare,
     run_task,
 )
-from pistar.training.policy import Policy, load_policy
+from pistar.training.policy import load_policy
 from pistar.training.results import Evaluation, faults_of
 from pistar.types import Episode
 
@@ -320,25 +320,50 @@ def _toy_scene() -> Scene:
         return envs.scene
 
 
-# --- A learned policy in Meta-World -----------------------------------------------------------------------------------
+# --- A learned policy in Meta-World and ALOHA. (In LIBERO, where a world takes seconds: tests/envs/test_libero.py.) ---
 
-REACH, STARTS, PLACES = "metaworld/reach-v3", range(1_000_000, 1_000_006), 4
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Where it acts."""
+
+    name: str
+    robot: str
+    options: EnvOptions
+
+    @property
+    def starts(self) -> range:
+        """Six for four environments."""
+        return range(1_000_000, 1_000_006)
+
+
+STAGES = {
+    "by numbers": Stage("metaworld/reach-v3", "metaworld", EnvOptions(limit=20)),
+    "by a camera": Stage("aloha/transfer-cube", "aloha_sim", EnvOptions(limit=11, image_size=16)),
+}
+PLACES = 4
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def stage(request: pytest.FixtureRequest) -> Stage:
+    return STAGES[request.param]
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return load_policy(fresh_checkpoint(tmp_path_factory.mktemp("fresh")))
+def actor(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Actor:
+    policy = load_policy(fresh_checkpoint(tmp_path_factory.mktemp("fresh"), robot=stage.robot))
+    return Actor(policy, batch_size(PLACES), seed=2)
 
 
-def reach(policy: Policy, workers: int) -> list[Rollout]:
+def act_over(stage: Stage, actor: Actor, workers: int) -> list[Rollout]:
     """Six episodes in four environments."""
-    with Environments(REACH, EnvOptions(limit=20), count=PLACES, workers=workers) as envs:
-        return list(roll_out(envs, STARTS, Actor(policy, batch_size(PLACES), seed=2), execute=3, record=True, seed=2))
+    with Environments(stage.name, stage.options, count=PLACES, workers=workers) as envs:
+        return list(roll_out(envs, stage.starts, actor, execute=3, record=True, seed=2))
 
 
 @pytest.fixture(scope="module")
-def in_one_process(policy: Policy) -> list[Rollout]:
-    return reach(policy, workers=0)
+def in_one_process(stage: Stage, actor: Actor) -> list[Rollout]:
+    return act_over(stage, actor, workers=0)
 
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
@@ -349,26 +374,37 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
         assert other.episode is not None
         assert (one.start_id, one.episode.success) == (other.start_id, other.episode.success)
         np.testing.assert_array_equal(one.episode.actions, other.episode.actions)
-        np.testing.assert_array_equal(
-            one.episode.observations["environment_state"], other.episode.observations["environment_state"]
-        )
+        assert one.episode.observations.keys() == other.episode.observations.keys()
+        for name, seen in one.episode.observations.items():
+            np.testing.assert_array_equal(seen, other.episode.observations[name], err_msg=name)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_learned_policys_episodes_are_the_same_over_any_number_of_processes(
-    policy: Policy, in_one_process: list[Rollout], workers: int
+    stage: Stage, actor: Actor, in_one_process: list[Rollout], workers: int
 ) -> None:
-    assert_same(reach(policy, workers), in_one_process)
-    moved = [np.ptp(rollout.episode.observations["state"][:, :3]) for rollout in in_one_process if rollout.episode]
-    assert min(moved) > 0.05, "the hand moves by more than 5 cm, or this would show nothing"
+    assert_same(act_over(stage, actor, workers), in_one_process)
+    episodes = [rollout.episode for rollout in in_one_process if rollout.episode is not None]
+    moved = [np.ptp(episode.observations["state"][:, :3], axis=0).max() for episode in episodes]
+    assert min(moved) > 0.03, "it moves by more than 3 cm or 2°, or this would show nothing"
+
+
+def test_a_learned_policy_acts_by_all_it_is_shown(stage: Stage, actor: Actor) -> None:
+    env = make_env(stage.name, stage.options)
+    env.begin(stage.starts[0])
+    shown = {**env.observe(), "prompt": np.asarray(env.scene.instruction)}
+    env.close()
+    before = actor([Request(shown, 0, 0, 0, 0)])
+    for name in ("state", *env.scene.cameras):
+        other = {**shown, name: shown[name] // 2}
+        assert not np.array_equal(actor([Request(other, 0, 0, 0, 0)]), before), name
 
 
 def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
-    policy: Policy, in_one_process: list[Rollout]
+    stage: Stage, actor: Actor, in_one_process: list[Rollout]
 ) -> None:
     asked = 0
-    actor = Actor(policy, batch_size(PLACES), seed=2)
-    with Environments(REACH, EnvOptions(limit=20), count=PLACES, workers=2) as envs:
+    with Environments(stage.name, stage.options, count=PLACES, workers=2) as envs:
 
         def act(requests: Sequence[Request]) -> np.ndarray:
             nonlocal asked
@@ -377,15 +413,15 @@ def test_a_learned_policys_episodes_are_the_same_after_a_worker_was_killed(
                 os.kill(envs._workers[1].pid, signal.SIGKILL)
             return actor(requests)
 
-        found = list(roll_out(envs, STARTS, act, execute=3, record=True, seed=2))
-    hit = [rollout.start_id - STARTS[0] for rollout in found if rollout.faults]
+        found = list(roll_out(envs, stage.starts, act, execute=3, record=True, seed=2))
+    hit = [rollout.start_id - stage.starts[0] for rollout in found if rollout.faults]
     assert hit == [1, 3], "the second worker's"
     assert {fault.kind for rollout in found for fault in rollout.faults} == {"died", "lost"}
     assert_same(found, in_one_process)
 
 
 def go_on(env: StartEnv, actor: Actor, start_id: int, steps: range) -> list[np.ndarray]:
-    """As `reach` does, by hand: three actions of a chunk, then the next."""
+    """As `act_over` does, by hand: three actions of a chunk, then the next."""
     done: list[np.ndarray] = []
     for step in steps[::3]:
         seen = {**env.observe(), "prompt": np.asarray(env.scene.instruction)}
@@ -395,15 +431,15 @@ def go_on(env: StartEnv, actor: Actor, start_id: int, steps: range) -> list[np.n
 
 
 def test_a_learned_policys_episode_is_the_same_after_it_was_saved_and_taken_up_elsewhere(
-    policy: Policy, in_one_process: list[Rollout]
+    stage: Stage, actor: Actor, in_one_process: list[Rollout]
 ) -> None:
-    actor, start_id = Actor(policy, batch_size(PLACES), seed=2), STARTS[0]
-    here, there = (make_env(REACH, EnvOptions(limit=20)) for _ in range(2))
+    start_id, other = stage.starts[:2]
+    here, there = (make_env(stage.name, stage.options) for _ in range(2))
     here.begin(start_id)
     done = go_on(here, actor, start_id, range(9))
-    there.begin(STARTS[1])
+    there.begin(other)
     there.restore(here.save())
-    done += go_on(there, actor, start_id, range(9, 20))
+    done += go_on(there, actor, start_id, range(9, there.scene.limit))
     episode = in_one_process[0].episode
     assert episode is not None
     np.testing.assert_array_equal(np.stack(done).astype(np.float32), episode.actions)

@@ -116,14 +116,7 @@ class Aloha(StartEnv):
         self._simulation: Any = control.Environment(self._physics, self._rules, control_timestep=1 / self.scene.fps)
         self._draw_layout = getattr(gym_aloha.utils, TASKS[task].layout)
         self._layout = sim.BOX_POSE
-        self._flags = {} if options.shadows else {"shadow": False, "reflection": False}
-        self._check = rendering.PictureCheck(self.scene.name)
-        visual = self._physics.model.vis
-        visual.global_.offwidth = max(visual.global_.offwidth, options.image_size)
-        visual.global_.offheight = max(visual.global_.offheight, options.image_size)
-        if not options.shadows:
-            # No smoothing of edges either: it takes as long again as all the rest.
-            visual.quality.shadowsize = visual.quality.offsamples = 0
+        self._cameras = rendering.Cameras(self._physics.model.ptr, self.scene.name, options.shadows)
 
     def _begin(self, start_id: int) -> None:
         # gym-aloha is told where things lie by a global, which `reset` reads. Peg and socket come as a pair.
@@ -143,10 +136,7 @@ class Aloha(StartEnv):
         return self._picture("angle", 240, 320)
 
     def _picture(self, camera: str, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-        # One renderer does all cameras and sizes: several in a process can spoil each other's pictures.
-        image = self._physics.render(height, width, camera, render_flag_overrides=self._flags)
-        self._check(camera, image)
-        return np.ascontiguousarray(image)
+        return self._cameras.picture(self._physics.data.ptr, camera, height, width)
 
     def expert_action(self) -> Float[np.ndarray, "14"]:
         """Of the cube only. Decides anew at every step, so it can take over midway and make up for disturbances."""
@@ -168,7 +158,8 @@ class Aloha(StartEnv):
         return tips
 
     def close(self) -> None:
-        """Give the renderer's memory back."""
+        """Give graphics memory back."""
+        self._cameras.close()
         self._simulation.close()
 
 

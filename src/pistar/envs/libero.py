@@ -16,7 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -165,8 +165,7 @@ class _Views:
         import mujoco
         from robosuite.utils.observables import Observable, sensor
 
-        self._inside, self._where, self._check = inside, where, rendering.PictureCheck(where)
-        self._graphics: _Graphics | None = None
+        self._inside, self._graphics, self._check = inside, rendering.Graphics(where), rendering.PictureCheck(where)
         self._shown = mujoco.MjvOption()
         self._shown.geomgroup[0] = 0  # shapes that collide, simpler than those one should see
         self._scenes = {}
@@ -189,70 +188,13 @@ class _Views:
 
     def draw(self, name: str) -> UInt8[np.ndarray, "h w 3"]:
         """The picture as the simulator has it: the lowest row first."""
-
-        if self._graphics is None:
-            self._graphics = _Graphics.of(self._where, self._inside.sim.model._model)
-        image = self._graphics.draw(self._scenes[name][1])
+        model, (_, scene) = self._inside.sim.model._model, self._scenes[name]
+        image = self._graphics.draw(model, scene, _RENDERED, _RENDERED)
         self._check(name, image)
         return image
 
     def close(self) -> None:
-        if self._graphics is not None:
-            self._graphics.leave()
-            self._graphics = None
-
-
-class _Graphics:
-    """What all environments of a task are drawn with in this process, for all their episodes.
-
-    Tasks differ in meshes and textures, which take as long to load as a world to build, and keep them side by side. But
-    there is one window for all: a second renderer in a process has been seen to give noise.
-    """
-
-    _window: Any = None
-    _by_task: ClassVar[dict[str, "_Graphics"]] = {}
-
-    def __init__(self, task: str, model: Any) -> None:  # noqa: ANN401  # MuJoCo's
-        import mujoco
-
-        if _Graphics._window is None:
-            _Graphics._window = mujoco.gl_context.GLContext(_RENDERED, _RENDERED)
-            atexit.register(_Graphics._window.free)  # before MuJoCo ends its driver, as in `View`
-        _Graphics._window.make_current()
-        self._task, self._users = task, 0
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-
-    @classmethod
-    def of(cls, task: str, model: Any) -> "_Graphics":  # noqa: ANN401  # MuJoCo's
-        """Those of a task, loaded from its model if nobody else has; until `leave`."""
-        if task not in cls._by_task:
-            cls._by_task[task] = cls(task, model)
-        cls._by_task[task]._users += 1
-        return cls._by_task[task]
-
-    def draw(self, scene: Any) -> UInt8[np.ndarray, "h w 3"]:  # noqa: ANN401  # MuJoCo's
-        """The lowest row first."""
-        import mujoco
-
-        self._window.make_current()
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)  # another task's may be set
-        image = np.empty((_RENDERED, _RENDERED, 3), np.uint8)
-        whole = mujoco.MjrRect(0, 0, _RENDERED, _RENDERED)
-        mujoco.mjr_render(whole, scene, self._context)
-        mujoco.mjr_readPixels(image, None, whole, self._context)
-        return image
-
-    def leave(self) -> None:
-        """The last to leave gives the memory back."""
-        self._users -= 1
-        if self._users:
-            return
-        self._window.make_current()
-        self._context.free()
-        del self._by_task[self._task]
-        if not self._by_task:
-            self._window.free()
-            _Graphics._window = None
+        self._graphics.close()
 
 
 def axis_angle(quaternion: Float[np.ndarray, "4"]) -> Float[np.ndarray, "3"]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxtyping import Float, UInt8
 
 from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv, missing, nearest
-from pistar.envs.rendering import PictureCheck, View, headless
+from pistar.envs.rendering import Cameras, headless
 from pistar.errors import UserError
 
 INSTRUCTIONS = {
@@ -120,12 +120,12 @@ class MetaWorld(StartEnv):
 
     def __init__(self, task: str, options: EnvOptions) -> None:
         super().__init__(scene(task, options))
-        self._options, self._task = options, task
-        self._check = PictureCheck(self.scene.name)
+        self._size, self._task = options.image_size, task
         kinds, experts = _simulator(options)
         self._sim = kinds[task]()
         self._sim.max_path_length = self.scene.limit
         _make_lean(self._sim)
+        self._cameras = Cameras(self._sim.model, self.scene.name, options.shadows)
         self._expert = experts[task]()
         self._start_vector = functools.lru_cache(maxsize=1000)(self._draw_start)
         self._now = np.zeros(39)
@@ -164,9 +164,7 @@ class MetaWorld(StartEnv):
         return self._picture("corner2")
 
     def _picture(self, camera: str) -> UInt8[np.ndarray, "h w 3"]:
-        view = View.of(self._sim.model, self._task, (self._options.image_size,) * 2, self._options.shadows)
-        picture = view.picture(self._sim.data, camera)
-        self._check(camera, picture)
+        picture = self._cameras.picture(self._sim.data, camera, self._size, self._size)
         return picture[::-1, ::-1] if camera in UPSIDE_DOWN else picture
 
     def expert_action(self) -> Float[np.ndarray, " 4"]:
@@ -184,6 +182,10 @@ class MetaWorld(StartEnv):
             warnings.simplefilter("ignore")  # it warns of being clipped, which it is meant to be
             action: np.ndarray = np.clip(self._expert.get_action(believed), -1, 1)
         return action
+
+    def close(self) -> None:
+        """Give graphics memory back."""
+        self._cameras.close()
 
 
 # --- Less work for the same -------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Pool:
                 self._held.pop(slot)[1].close()
 
     def close(self) -> None:
-        """All of them."""
+        """All of them, also those in the middle of an episode."""
         for _, env in (*self._held.values(), *self._idle):
             env.close()
         self._held, self._idle = {}, []

@@ -1,12 +1,15 @@
-"""Pictures without a screen: which way to take, and whether what comes is one."""
+"""Pictures without a screen: which way to take, what all simulators are drawn with, and whether what comes is one."""
 
 import atexit
+import dataclasses
 import functools
 import importlib
 import os
 import subprocess
 import sys
-from typing import Any
+import weakref
+from collections.abc import Hashable
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import UInt8
@@ -91,51 +94,119 @@ class PictureCheck:
         self._sound.add(camera)
 
 
-class View:
-    """MuJoCo's pictures of one kind of scene. One in a process: a second renderer has been seen to spoil both."""
+class Graphics:
+    """What an environment draws with: of its kind of scene the meshes and textures, loaded once for all of that kind.
 
-    _only: "tuple[object, View] | None" = None
+    They lie side by side, but there is one window in a process for all of them, whatever the simulator: a second one
+    has been seen to give noise.
+    """
 
-    def __init__(self, model: Any, size: tuple[int, int], shadows: bool) -> None:  # noqa: ANN401  # MuJoCo's
+    _window: ClassVar[Any] = None
+    _loaded: ClassVar[dict[Hashable, "_Loaded"]] = {}
+
+    def __init__(self, kind: Hashable) -> None:
+        self._kind = kind
+        self._end_before_the_driver()  # whose end dm_control arranges when it is imported
+
+    def draw(self, model: Any, scene: Any, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:  # noqa: ANN401
+        """MuJoCo's scene, the lowest row first. Loaded from that model if nobody else has; until `close`."""
         import mujoco
 
-        if os.environ.get("MUJOCO_GL") == NEVER:
+        if self._kind not in self._loaded:
+            self._load(model)
+        context = self._loaded[self._kind].context
+        self._loaded[self._kind].users.add(self)
+        self._window.make_current()
+        if height > context.offHeight or width > context.offWidth:
+            mujoco.mjr_resizeOffscreen(max(width, context.offWidth), max(height, context.offHeight), context)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, context)  # another kind's may be set
+        image, whole = np.empty((height, width, 3), np.uint8), mujoco.MjrRect(0, 0, width, height)
+        mujoco.mjr_render(whole, scene, context)
+        mujoco.mjr_readPixels(image, None, whole, context)
+        return image
+
+    def _load(self, model: Any) -> None:  # noqa: ANN401
+        import mujoco
+
+        # robosuite overwrites the variable when it is imported, but MuJoCo has read it before.
+        if os.environ.get("MUJOCO_GL") == NEVER or not hasattr(mujoco.gl_context, "GLContext"):
             raise _cannot("neither by EGL nor in software")
-        height, width = size
-        model.vis.global_.offheight = max(height, model.vis.global_.offheight)
-        model.vis.global_.offwidth = max(width, model.vis.global_.offwidth)
-        if not shadows:
-            # Most of the cost in software, and read when the renderer is made.
-            model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        self._renderer = mujoco.Renderer(model, height, width)
-        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-            self._renderer.scene.flags[flag] = shadows
-
-    @classmethod
-    def of(cls, model: Any, scene: str, size: tuple[int, int], shadows: bool) -> "View":  # noqa: ANN401
-        """The view of scenes of that name, whichever model of it is asked with."""
-        key = (scene, size, shadows)
-        if cls._only is None or cls._only[0] != key:
-            cls.close_last()
-            cls._only = (key, cls(model, size, shadows))
-            # Before MuJoCo ends its driver, which it arranged just now: what is arranged last is done first.
-            atexit.unregister(cls.close_last)
-            atexit.register(cls.close_last)
-        return cls._only[1]
-
-    @classmethod
-    def close_last(cls) -> None:
-        """What is left of it, if anything."""
-        last, cls._only = cls._only, None
-        if last is not None:
-            last[1].close()
-
-    def picture(self, data: Any, camera: str) -> UInt8[np.ndarray, "h w 3"]:  # noqa: ANN401
-        """What a camera sees."""
-        self._renderer.update_scene(data, camera)
-        drawn: np.ndarray = self._renderer.render()
-        return drawn
+        self._give_back()
+        if Graphics._window is None:
+            # Of any size: nothing is drawn to the window itself.
+            Graphics._window = mujoco.gl_context.GLContext(64, 64)
+            self._end_before_the_driver()  # whose end MuJoCo arranges with the first window
+        self._window.make_current()
+        context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        self._loaded[self._kind] = _Loaded(context)
 
     def close(self) -> None:
-        """Give it back to the driver."""
-        self._renderer.close()
+        """The last of its kind to leave gives the memory back; the last of all, the window."""
+        if self._kind in self._loaded:
+            self._loaded[self._kind].users.discard(self)
+        self._give_back()
+
+    @classmethod
+    def _end_before_the_driver(cls) -> None:
+        """What is arranged last is done first."""
+        atexit.unregister(cls.end)
+        atexit.register(cls.end)
+
+    @classmethod
+    def end(cls) -> None:
+        """Close all there are."""
+        for loaded in cls._loaded.values():
+            loaded.users.clear()
+        cls._give_back()
+
+    @classmethod
+    def _give_back(cls) -> None:
+        """What nobody uses any more; also of those who forgot to close."""
+        for kind, loaded in list(cls._loaded.items()):
+            if not loaded.users:
+                cls._window.make_current()
+                loaded.context.free()
+                del cls._loaded[kind]
+        if cls._window is not None and not cls._loaded:
+            cls._window.free()
+            cls._window = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    """A kind of scene, and who draws with it."""
+
+    context: Any
+    users: "weakref.WeakSet[Graphics]" = dataclasses.field(default_factory=weakref.WeakSet)
+
+
+class Cameras:
+    """Those of an environment, which show it as it stands when they are asked."""
+
+    def __init__(self, model: Any, scene: str, shadows: bool) -> None:  # noqa: ANN401  # MuJoCo's
+        import mujoco
+
+        if not shadows:
+            # Most of the cost in software, and read when a model is loaded. Without smoothing of edges, too: it takes
+            # as long again as all the rest.
+            model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+        self._model, self._check, self._graphics = model, PictureCheck(scene), Graphics((scene, shadows))
+        self._shown, self._scene = mujoco.MjvOption(), mujoco.MjvScene(model, maxgeom=1000)
+        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+            self._scene.flags[flag] = shadows
+
+    def picture(self, data: Any, name: str, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:  # noqa: ANN401
+        """What one sees, the highest row first."""
+        import mujoco
+
+        camera = mujoco.MjvCamera()
+        camera.type, camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self._model.camera(name).id
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(self._model, data, self._shown, None, camera, everything, self._scene)
+        image = self._graphics.draw(self._model, self._scene, height, width)
+        self._check(name, image)
+        return np.ascontiguousarray(image[::-1])
+
+    def close(self) -> None:
+        """Give graphics memory back."""
+        self._graphics.close()

@@ -143,10 +143,6 @@ class Simulators:
             self._pool.leave(slot)
         return dataclasses.replace(went, seconds=time.process_time() - since)
 
-    def close(self) -> None:
-        """Let go of them all."""
-        self._pool.close()
-
     def _begin(self, slot: int, begin: Begin) -> Went:
         env = self._pool.take(slot, begin.task or self._first)
         env.begin(begin.start_id)
@@ -179,6 +175,10 @@ class Simulators:
             if over:
                 break
         return Went(_stack(seen), np.stack(done), ending, truncated, tuple(film))
+
+    def close(self) -> None:
+        """Where they are in a process that goes on without them."""
+        self._pool.close()
 
 
 def _drawn_by() -> str | None:
