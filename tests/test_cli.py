@@ -125,9 +125,12 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
             "--config is 'rl_fold_bx', which is neither a YAML file nor a preset; did you mean",
         ),
         (["--config=rl_fold_bx"], "did you mean rl_fold_box?"),
-        (["--config"], "--config is ''"),
-        (["--config", "mine.yaml"], "`pistar train` begins with a preset, and --config is none; `pistar presets`"),
-        (["--seed", "3", "debug"], "and --seed is none"),
+        (["--config"], "--config is given without a file"),
+        (["--config", "mine.yaml"], "first word after `pistar train` is --config, where a preset's name belongs; `pist"),
+        (["--config", "configs/ript_metaworld.yaml"], "put it first: pistar train ript_metaworld --config"),
+        (["--seed", "3", "debug"], "put it first: pistar train debug --seed"),
+        (["debug", "--config"], "--config is given without a file; name one after it"),
+        (["debug", "--config", "--resume"], "--config is given without a file; name one after it"),
     ],
 )
 def test_train_mistakes_are_one_line(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
         parser.print_help()
         sys.exit(0 if asked else 2)
     if args[0].startswith("-"):
-        raise UserError(f"`{parser.prog}` begins with a preset, and {args[0]} is none; `pistar presets` lists them.")
+        raise UserError(_without_preset(parser.prog, args, list_configs()))
     options, rest = parser.parse_known_args(args)
     config = get_config(options.preset)
     if options.config is not None:
@@ -73,6 +73,13 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
         config=(tyro.conf.AvoidSubcommands,),
     )
     return options, config
+
+
+def _without_preset(prog: str, args: Sequence[str], presets: Sequence[str]) -> str:
+    """What to say to options that come first: which preset is meant, if one is named further on or by a file."""
+    named = [arg for arg in args if arg in presets] + [stem for arg in args if (stem := Path(arg).stem) in presets]
+    remedy = f"put it first: {prog} {named[0]} {args[0]} …" if named else "`pistar presets` lists them."
+    return f"The first word after `{prog}` is {args[0]}, where a preset's name belongs; {remedy}"
 
 
 def train(args: Sequence[str]) -> None:
