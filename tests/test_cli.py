@@ -126,7 +126,10 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
         ),
         (["--config=rl_fold_bx"], "did you mean rl_fold_box?"),
         (["--config"], "--config is given without a file"),
-        (["--config", "mine.yaml"], "first word after `pistar train` is --config, where a preset's name belongs; `pist"),
+        (
+            ["--config", "mine.yaml"],
+            "first word after `pistar train` is --config, where a preset's name belongs; `pist",
+        ),
         (["--config", "configs/ript_metaworld.yaml"], "put it first: pistar train ript_metaworld --config"),
         (["--seed", "3", "debug"], "put it first: pistar train debug --seed"),
         (["debug", "--config"], "--config is given without a file; name one after it"),

@@ -101,7 +101,7 @@ def train(args: Sequence[str]) -> None:
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
     from pistar.training import hosts, offline, online
-    from pistar.training.health import has_ended
+    from pistar.training.health import has_ended, has_learnt_nothing
 
     if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
         say = Console(stderr=True, soft_wrap=True, highlight=False).print
@@ -116,7 +116,8 @@ def train(args: Sequence[str]) -> None:
             saved = offline.train(config, console, **how, debug=options.debug)
     hosts.part()
     if saved is not None and leader:
-        Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
+        what = ", of the policy it began with" if has_learnt_nothing(saved) else ""
+        Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint{what}.", markup=False)
     if not options.dry_run and (saved is None or (int(saved.name) < config.steps and not has_ended(saved))):
         sys.exit(STOPPED)
 

@@ -27,7 +27,7 @@ from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import DataConfig, RLTrainConfig
 from pistar.training.experience import Starts
 from pistar.training.exploring import _sample
-from pistar.training.health import has_ended
+from pistar.training.health import has_ended, has_learnt_nothing
 from pistar.training.learner import Learner
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
@@ -78,6 +78,7 @@ def test_the_policy_succeeds_more_often(whole: Whole) -> None:
     assert after["evaluation/sampled"] > before["evaluation/sampled"] + 10
     assert f"{int(after['evaluation/sampled'])}/40 sampled" in said
     assert "groups informative" in said
+    assert "nothing learnt" not in said
 
 
 def test_a_stopped_run_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
@@ -235,6 +236,30 @@ def test_what_a_policy_in_trouble_has_practised_ahead_is_forgotten(
     assert sum(one["tries"] for one in known) == sum(line["practice/episodes"] for line in lines[1:])
 
 
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_a_run_that_is_rolled_back_to_its_beginning_says_that_nothing_was_learnt(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema_decay: float | None
+) -> None:
+    poisoned(monkeypatch, range(40))
+    config = small_practice(checkpoint, tmp_path, replay="none")
+    algorithm = dataclasses.replace(config.algorithm, ema_decay=ema_decay)
+    saved, _, said = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
+    assert has_learnt_nothing(saved)
+    told = f"nothing learnt: every iteration was rolled back; checkpoint 2 is the policy it began with; {config.folder}"
+    assert f"{told}/events.jsonl says why" in said
+    assert [event["event"] for event in events_of(config)] == ["not finite", "not finite", "nothing learnt"]
+    for name, param in params(checkpoint).items():
+        np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
+
+
+def test_a_run_whose_rollouts_all_end_alike_says_that_nothing_was_learnt(checkpoint: Path, tmp_path: Path) -> None:
+    config = small_practice(checkpoint, tmp_path, replay="none", limit=1)  # too short to arrive
+    saved, _, said = run(dataclasses.replace(config, steps=1))
+    assert has_learnt_nothing(saved)
+    assert "nothing learnt: no iteration had anything to learn from" in said
+    assert "; 1 iteration of 8 start states × 4 rollouts" in said
+
+
 def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
     whole: Whole, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -278,7 +303,7 @@ def test_what_fails_while_it_is_judged_is_told_and_not_counted(
     assert "7 failures of simulators" in said
     for start in (100, 102):
         (tmp_path / f"{start}.always").touch()
-    with pytest.raises(UserError, match=r"None of the 3 held-out episodes could be finished: raised, .*gave way"):
+    with pytest.raises(UserError, match=r"None of 3 held-out episodes could be finished: raised, .*gave way"):
         run(config, overwrite=True)
 
 

@@ -236,6 +236,10 @@ class Learner:
         demonstration = np.arange(len(together[1])) >= rows
         return RiptBatch(*together, demonstration)
 
+    def updates(self, state: RiptState) -> int:
+        """Behind that state, since the run began."""
+        return int(state.policy.step)
+
     # --- Remembering --------------------------------------------------------------------------------------------------
 
     def remembered(self) -> Callable[[Path], None]:

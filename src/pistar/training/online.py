@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 
 from pistar.config import AcrlpdConfig, RiptConfig
+from pistar.data.words import counted
 from pistar.envs.env import EnvOptions, find_tasks
 from pistar.envs.vector import Environments
 from pistar.errors import UserError
@@ -34,6 +35,7 @@ from pistar.training.health import (
     has_stopped_improving,
     stopped_by_surroundings,
     take_note,
+    tell_if_nothing_was_learnt,
     tell_of_skipped,
     troubles,
     tune,
@@ -175,6 +177,7 @@ def train(
                     if online.auto_tune:
                         for name, reason in tune(online.tuning, course, measured):
                             events.note(iteration - 1, f"auto-tune, {name}", reason, "from the next iteration on")
+                course.updates = learner.updates(state)
                 course.finished = iteration == config.steps or has_stopped_improving(online, course, iteration, events)
                 leave = stopped_by_surroundings(wrong, iteration, events)
                 saves = iteration % config.save_every == 0 or course.finished or leave or stop.requested()
@@ -187,6 +190,7 @@ def train(
                 if leave:
                     break
             saver.wait()
+            tell_if_nothing_was_learnt(course, iteration, folder, events)
     _told_end(console, config, course, iteration)
     return checkpoints / str(iteration) if iteration else None
 
@@ -253,12 +257,14 @@ def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
         for name, scene in envs.scenes.items():
             if online.evaluate_episodes > len(scene.held_out):
                 raise UserError(
-                    f"online.evaluate_episodes is {online.evaluate_episodes} and {name} has {len(scene.held_out)} "
-                    "held-out start states; take fewer."
+                    f"online.evaluate_episodes is {online.evaluate_episodes} and {name} has "
+                    f"{counted(len(scene.held_out), 'held-out start state')}; take fewer."
                 )
         horizon = run.config.model.action_horizon
         if (online.execute or 1) > horizon:
-            raise UserError(f"online.execute is {online.execute}; the policy's chunks have {horizon} actions.")
+            raise UserError(
+                f"online.execute is {online.execute}; the policy's chunks have {counted(horizon, 'action')}."
+            )
     except BaseException:
         envs.close()
         raise
@@ -271,10 +277,11 @@ def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
 def _describe(run: OnlineRun, envs: Environments, console: Console) -> None:
     config, online, scene = run.config, run.config.online, envs.scene
     told = scene.name if len(envs.scenes) == 1 else f"{len(envs.scenes)} tasks of {online.environment}"
+    starts, rollouts = counted(online.contexts, "start state"), counted(online.rollouts, "rollout")
     explores = f"{online.exploration.total:.0%} of rollouts explore" if online.exploration.total else "no exploration"
     console.print(
-        f"{config.name}: {told} ({scene.limit} steps), from {config.checkpoint}; {config.steps} iterations of "
-        f"{online.contexts} start states × {online.rollouts} rollouts ({_told_algorithm(run)}, {explores}); "
+        f"{config.name}: {told} ({counted(scene.limit, 'step')}), from {config.checkpoint}; "
+        f"{counted(config.steps, 'iteration')} of {starts} × {rollouts} ({_told_algorithm(run)}, {explores}); "
         f"norm stats from {run.ground.norm_stats_from}; run in {config.folder}",
         markup=False,
         highlight=False,
@@ -293,13 +300,14 @@ def _told_algorithm(run: OnlineRun) -> str:
 
 
 def _told_practice(measured: dict[str, float]) -> str:
-    groups = f"{measured['practice/informative']:.0f} of {measured['practice/start_states']:.0f} groups informative, "
-    faults = measured["practice/faults"]
+    groups = _counted(measured["practice/start_states"], "group")
+    informative = f"{measured['practice/informative']:.0f} of {groups} informative, "
+    faults = _told_faults(measured["practice/faults"])
     compared = measured["practice/episodes"] > measured["practice/start_states"]
     return (
-        f"practised {measured['practice/episodes']:.0f} episodes, {measured['practice/success']:.0%} succeeded, "
-        f"{groups if compared else ''}"
-        f"{f'{faults:.0f} failures of simulators, ' if faults else ''}"
+        f"practised {_counted(measured['practice/episodes'], 'episode')}, "
+        f"{measured['practice/success']:.0%} succeeded, "
+        f"{informative if compared else ''}{f'{faults}, ' if faults else ''}"
         f"{measured['time/steps_per_second']:.0f} steps/s"
     )
 
@@ -308,9 +316,17 @@ def _told_learning(learnt: dict[str, float]) -> str:
     if not learnt["learning/chunks"]:
         return "nothing to learn from"
     return (
-        f"{learnt['learning/updates']:.0f} updates from {learnt['learning/chunks']:.0f} chunks, "
+        f"{_counted(learnt['learning/updates'], 'update')} from {_counted(learnt['learning/chunks'], 'chunk')}, "
         f"drift {learnt['learning/drift']:.3g}"
     )
+
+
+def _counted(measured: float, noun: str) -> str:
+    return counted(round(measured), noun)
+
+
+def _told_faults(faults: float) -> str:
+    return f"{_counted(faults, 'failure')} of simulators" if faults else ""
 
 
 def _tell_of_faults(events: Events, iteration: int, faults: Sequence[ToldFault], whole: str) -> None:
@@ -327,8 +343,8 @@ def _told_evaluation(found: dict[str, float]) -> str:
         won, of = int(found[f"evaluation/{name}"]), int(found[f"evaluation/{name}_of"])
         low, high = wilson(won, of)
         parts.append(f"{won}/{of} {words} ({low:.0%} to {high:.0%})")
-    faults = found.get("evaluation/faults", 0.0)
-    return f"held out {', '.join(parts)}{f', {faults:.0f} failures of simulators' if faults else ''}"
+    faults = _told_faults(found.get("evaluation/faults", 0.0))
+    return f"held out {', '.join(parts)}{f', {faults}' if faults else ''}"
 
 
 def _told_end(console: Console, config: RLTrainConfig, course: Course, iteration: int) -> None:
@@ -338,6 +354,13 @@ def _told_end(console: Console, config: RLTrainConfig, course: Course, iteration
         where = config.folder / "checkpoints" / str(course.best)
         console.print(
             f"The best on held-out start states was iteration {course.best} ({course.best_success:.0%}): {where}",
+            markup=False,
+            highlight=False,
+        )
+    if course.best == 0 and course.updates:
+        console.print(
+            f"No evaluation was better than that of the policy it began with ({course.best_success:.0%}): "
+            f"{config.checkpoint}",
             markup=False,
             highlight=False,
         )

@@ -31,6 +31,7 @@ from pistar.data.source import (
 )
 from pistar.data.transforms import flatten
 from pistar.data.weights import read_weights
+from pistar.data.words import counted
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
@@ -261,7 +262,7 @@ def check_batch(config: RLTrainConfig) -> None:
     if config.batch_size % (parts := jax.device_count() * config.gradient_accumulation):
         times = f" in {config.gradient_accumulation} parts each" if config.gradient_accumulation > 1 else ""
         raise UserError(
-            f"batch_size is {config.batch_size}, which {jax.device_count()} devices{times} cannot share; "
+            f"batch_size is {config.batch_size}, which {counted(jax.device_count(), 'device')}{times} cannot share; "
             f"use a multiple of {parts}."
         )
 
@@ -384,8 +385,8 @@ def _schedule_notes(config: RLTrainConfig) -> list[str]:
         schedule = getattr(config, name).schedule
         if isinstance(schedule, CosineSchedule) and not 0.8 <= schedule.decay_steps / made <= 1.25:
             notes.append(
-                f"{name}'s rate comes down over {schedule.decay_steps} updates and this run makes {made:.0f} of them; "
-                f"to fit, --{name.replace('_', '-')}.schedule.decay-steps {made:.0f}"
+                f"{name}'s rate comes down over {counted(schedule.decay_steps, 'update')} and this run makes "
+                f"{made:.0f} of them; to fit, --{name.replace('_', '-')}.schedule.decay-steps {made:.0f}"
             )
     return notes
 
