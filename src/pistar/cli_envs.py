@@ -82,6 +82,7 @@ def evaluate(
     from pistar.envs.env import EnvOptions, find_tasks
     from pistar.envs.rollout import batch_size
     from pistar.training.acting import Actor, learnt_labels, load_judge
+    from pistar.training.contract import unheard
     from pistar.training.evaluation import Player, Setting, prepare
     from pistar.training.offline import use_compilation_cache
     from pistar.training.policy import Policy, load_policy
@@ -138,12 +139,15 @@ def evaluate(
         advantage=advantage,
         guidance=guidance,
     )
-    theirs = None
+    theirs, judged = None, [(checkpoint, policy)]
     if against is not None and second is None:
         policy = load(against, "none", 1.0)
-        theirs = player(against, policy, 1)
+        theirs, judged = player(against, policy, 1), [*judged, (against, policy)]
         second = prepare(setting, theirs, checkpoint=str(against), weights=weights, served_average=policy.averaged)
     different = [] if second is None else differences(first, second)
+    for path, each in judged:
+        if unlikely := unheard(each.taught, (task.instruction for task in first.results)):
+            errors.print(f"warning: {_label(path)}: {unlikely}.", markup=False, highlight=False, soft_wrap=True)
     labels = learnt_labels(checkpoint)
     if labels and advantage is None:
         _note(errors, f"{_label(checkpoint)} practised by cfg; --advantage positive asks it for good actions.")

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import DataConfig, RLTrainConfig
+from pistar.training.contract import CONTRACT_FILE, read_contract, write_contract
 from pistar.training.experience import Starts
 from pistar.training.exploring import _sample
 from pistar.training.health import has_ended, has_learnt_nothing
@@ -253,8 +255,9 @@ def test_a_run_that_is_rolled_back_to_its_beginning_says_that_nothing_was_learnt
 
 
 def test_a_run_whose_rollouts_all_end_alike_says_that_nothing_was_learnt(checkpoint: Path, tmp_path: Path) -> None:
-    config = small_practice(checkpoint, tmp_path, replay="none", limit=1)  # too short to arrive
+    config = small_practice(taught(checkpoint, tmp_path, "go left"), tmp_path, replay="none", limit=1)  # too short
     saved, _, said = run(dataclasses.replace(config, steps=1))
+    assert read_contract(saved / CONTRACT_FILE).instructions == ("go left", "go right"), "it has practised that, too"
     assert has_learnt_nothing(saved)
     assert "nothing learnt: no iteration had anything to learn from" in said
     assert "; 1 iteration of 8 start states × 4 rollouts" in said
@@ -467,6 +470,33 @@ def test_bad_settings_are_one_error_before_anything_is_built(checkpoint: Path, t
     refused(r"demonstrations is 0.1, none of the 4 rows", dataclasses.replace(with_online(), data=shown, batch_size=4))
     with pytest.raises(UserError, match="replay is best, whose successes have weights"):
         dataclasses.replace(config, algorithm=RiptConfig(weighting="exp"))
+
+
+def taught(checkpoint: Path, folder: Path, *instructions: str) -> Path:
+    """The same, of other tasks."""
+    copy = Path(shutil.copytree(checkpoint, folder / "taught" / "1"))
+    contract = dataclasses.replace(read_contract(copy / CONTRACT_FILE), instructions=instructions)
+    write_contract(copy / CONTRACT_FILE, contract)
+    return copy
+
+
+def test_a_policy_of_another_task_is_warned_of_before_any_rollout(checkpoint: Path, tmp_path: Path) -> None:
+    said = {}
+    for task in ("go right", "fold the towel"):
+        console = Console(file=io.StringIO(), width=400)
+        config = small_practice(taught(checkpoint, tmp_path / task, task), tmp_path / "runs")
+        train(config, console, dry_run=True)
+        said[task] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "warning" not in said["go right"]
+    warning = "warning: the policy was taught 'fold the towel' and is asked for 'go right', which it has never heard"
+    assert warning in said["fold the towel"]
+    assert "environment can work together, but see the warning above" in said["fold the towel"]
+
+
+def test_an_environment_of_another_robot_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    config = small_practice(checkpoint, tmp_path, environment="envs.toy:make")
+    with pytest.raises(UserError, match=r"acts with 4 numbers \(metaworld\) and toy takes 2 \(toy\); run it in an env"):
+        train(config, Console(file=io.StringIO()), dry_run=True)
 
 
 def test_a_dry_run_builds_everything_and_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:

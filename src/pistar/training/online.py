@@ -25,8 +25,9 @@ from pistar.envs.vector import Environments
 from pistar.errors import UserError
 from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, save_config
+from pistar.training.contract import Contract, together, unheard
 from pistar.training.counting import wilson
-from pistar.training.evaluation import check_robot, needed_cameras
+from pistar.training.evaluation import check_robot, needed_cameras, seen_by
 from pistar.training.experience import Context, Start, load_starts, save_starts
 from pistar.training.health import (
     Course,
@@ -73,12 +74,16 @@ def train(
         where = state_sharding(abstract, run.mesh)
         practice = Practice(config, run.ground, envs)
         learner = make_learner(run, practice, where)
+        instructions = [scene.instruction for scene in envs.scenes.values()]
+        if unlikely := unheard(run.ground.taught, instructions):
+            console.print(f"warning: {unlikely}.", markup=False, highlight=False)
         for scene in envs.scenes.values():
             for note in learner.check(scene.instruction):
                 console.print(f"note: {note}", markup=False, highlight=False)
         _describe(run, envs, console)
         if dry_run:
-            console.print("Dry run: weights, data and environment agree. Nothing was trained or written.")
+            agree = "can work together, but see the warning above" if unlikely else "agree"
+            console.print(f"Dry run: weights, data and environment {agree}. Nothing was trained or written.")
             return None
 
         def state_of(step: int | None) -> Any:  # noqa: ANN401  # the agent's own
@@ -103,13 +108,12 @@ def train(
             save_config(folder / CONFIG_FILE, config)
         meet("the folder is ready")
         events = Events(folder, console, after=iteration)
+        contract = _also_taught(run, instructions)
         began, first_resident, learnt_from = time.monotonic(), 0, 0
         sinks = trackers_of(config.trackers, folder, str(config.exp_name or config.name), to_table(config))
         with (
             closing(MetricsLog(folder, sinks, after=iteration if start_from is not None else -1)) as log,
-            closing(
-                Saver(checkpoints, run.ground.norm_stats, run.ground.contract, config.keep_last, config.keep_every)
-            ) as saver,
+            closing(Saver(checkpoints, run.ground.norm_stats, contract, config.keep_last, config.keep_every)) as saver,
             # With the mesh, which is each thread's own: without, what acts would be compiled a second time for it.
             ThreadPoolExecutor(1, "practice", initializer=jax.set_mesh, initargs=(run.mesh,)) as beside,
             events.telling_what_ends(lambda: iteration),
@@ -195,6 +199,13 @@ def train(
     return checkpoints / str(iteration) if iteration else None
 
 
+def _also_taught(run: OnlineRun, instructions: Sequence[str]) -> Contract:
+    """The contract of a policy that has practised these, too. Of one nobody knows the lessons of, nobody does after."""
+    contract, known = run.ground.contract, run.ground.taught is not None
+    taught = together(contract.instructions or (), instructions) if known else None
+    return dataclasses.replace(contract, instructions=taught)
+
+
 def _judges(config: RLTrainConfig, iteration: int) -> bool:
     every = config.online.evaluate_every
     return iteration == config.steps or bool(every and iteration % every == 0)
@@ -243,15 +254,21 @@ def _tasks(config: RLTrainConfig) -> list[str]:
 def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
     online, robot = run.config.online, run.ground.inputs.robot
     options = EnvOptions(cameras=needed_cameras(robot), limit=online.limit)
-    envs = Environments(
-        tasks,
-        options,
-        count=online.environments,
-        workers=online.workers,
-        chunk=max(64, run.config.model.action_horizon),
-        patience=online.hang_after,
-        engine=online.engine,
-    )
+    try:
+        envs = Environments(
+            tasks,
+            options,
+            count=online.environments,
+            workers=online.workers,
+            chunk=max(64, run.config.model.action_horizon),
+            patience=online.hang_after,
+            engine=online.engine,
+        )
+    except UserError:
+        if online.engine == "processes":  # with Ray, the simulator may be elsewhere alone
+            for name in tasks:
+                seen_by(robot, name, options)  # whose cameras may be what was refused
+        raise
     try:
         check_robot(robot, envs.scene)
         for name, scene in envs.scenes.items():

@@ -55,6 +55,8 @@ class Policy:
     """For guidance: `inputs` without the label, what to get away from …"""
     guidance: float = 1.0
     """… so many times as far as the label alone would lead."""
+    taught: tuple[str, ...] | None = None
+    """Instructions of the tasks it was taught; None where nobody has written them down."""
     check_prompt: Callable[[str], None] = lambda _: None
     """Refuses words that would lose their label."""
 
@@ -160,7 +162,13 @@ def load_policy(
         default_prompt=default_prompt,
     )
     policy = Policy(
-        config, params, inputs, output_transform(machine, stats, contract.norm_kind), machine, averaged=averaged
+        config,
+        params,
+        inputs,
+        output_transform(machine, stats, contract.norm_kind),
+        machine,
+        averaged=averaged,
+        taught=contract.instructions,
     )
     if advantage == "none":
         return policy

@@ -38,7 +38,7 @@ from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, open_checkpoint
 from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
-from pistar.training.contract import Contract, read_contract
+from pistar.training.contract import Contract, read_contract, together
 from pistar.training.hosts import in_step
 from pistar.training.loading import load_into
 from pistar.training.metrics import check_trackers
@@ -90,6 +90,8 @@ class Ground:
     norm_stats: Mapping[str, NormStats]
     norm_stats_from: str
     notes: tuple[str, ...]
+    taught: tuple[str, ...] | None
+    """Instructions the checkpoint was taught before; None where there is none, or nobody knows."""
 
 
 def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
@@ -110,9 +112,11 @@ def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
         norm_kind=config.norm_kind,
         norm_stats_sha256=norm_stats_hash(stats),
     )
-    notes = check_norm_stats(stats, config.norm_kind)
+    notes, taught = check_norm_stats(stats, config.norm_kind), None
     if config.checkpoint is not None:
-        notes = [*notes, *_check_checkpoint(config.checkpoint, contract, tokenizer)]
+        more, taught = _check_checkpoint(config.checkpoint, contract, tokenizer)
+        notes = [*notes, *more]
+    contract = dataclasses.replace(contract, instructions=together(taught or (), _instructions(config, data)))
     inputs = ModelInputs(
         robot,
         stats,
@@ -122,7 +126,7 @@ def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
         config.model.image_size,
         discrete_state=contract.prompt_format == "pi05",
     )
-    return Ground(inputs, contract, stats, stats_from, tuple(notes))
+    return Ground(inputs, contract, stats, stats_from, tuple(notes), taught)
 
 
 def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
@@ -309,6 +313,13 @@ def first_state(agent: Agent, params: Params, seed: PRNGKeyArray) -> Any:  # noq
     return agent.init_from(params, jax.random.fold_in(seed, 2**31))
 
 
+def _instructions(config: RLTrainConfig, data: Sequence[_Labelled]) -> list[str]:
+    """Of the tasks in the data, as the policy is told them."""
+    if config.data.prompt is not None:
+        return [config.data.prompt] if data else []
+    return [task for part in data for task in part.dataset.tasks.values()]
+
+
 def _datasets(config: RLTrainConfig) -> Sequence[str]:
     if not config.data.datasets:
         raise UserError(
@@ -417,12 +428,15 @@ def _norm_stats(
     return stats, "the episodes trained on", asset_id
 
 
-def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer) -> list[str]:
-    """Refuse weights that were made for something else, and tell where they were trained a little otherwise."""
+def _check_checkpoint(
+    path: str, contract: Contract, tokenizer: PromptTokenizer
+) -> tuple[list[str], tuple[str, ...] | None]:
+    """Refuse weights that were made for something else. Where they were trained a little otherwise, and what they were
+    taught, if that is known."""
     with open_checkpoint(path) as checkpoint:
         _check_sizes(path, checkpoint, contract)
         if checkpoint.contract is None:
-            return _horizon_notes(path, contract, checkpoint.model if checkpoint.horizon_known else None)
+            return _horizon_notes(path, contract, checkpoint.model if checkpoint.horizon_known else None), None
         theirs = read_contract(checkpoint.contract)
     check_same_tokenizer(tokenizer, theirs.tokenizer_sha256)
     for name in ("robot", "state_dim", "action_dim", "delta_mask", "prompt_format", "norm_kind", "norm_stats_sha256"):
@@ -432,7 +446,7 @@ def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer)
                 f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
                 "else to it: use its own, or delete its contract.json if you mean to teach it anew."
             )
-    return _horizon_notes(path, contract, theirs.model)
+    return _horizon_notes(path, contract, theirs.model), theirs.instructions
 
 
 def _horizon_notes(path: str, contract: Contract, trained: Pi0Config | None) -> list[str]:
