@@ -240,7 +240,7 @@ def test_faults_are_told_and_episodes_they_hit_are_run_again(tmp_path: Path, mon
 
 def test_a_policy_that_reads_another_robots_state_is_refused() -> None:
     blind = dataclasses.replace(find_robot("metaworld"), name="blind", state_keys={"state": 5})
-    with pytest.raises(UserError, match=r"state as 5 numbers of state \(blind\) and metaworld/.* has 17 numbers of state"):
+    with pytest.raises(UserError, match=r"as 5 numbers of state \(blind\) and metaworld/.* has 17 numbers of state"):
         seen_by(blind, "metaworld/push-v3", EnvOptions())
     options, scene = seen_by(find_robot("metaworld_camera"), "metaworld/push-v3", EnvOptions())
     assert options.cameras == ("images/corner2",)

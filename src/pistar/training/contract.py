@@ -44,7 +44,8 @@ class Contract:
     norm_kind: Norm
     norm_stats_sha256: str
     instructions: tuple[str, ...] | None = None
-    """Of the tasks it was taught, as they are prompted. None: nobody has written them down, or they are too many."""
+    """Of the tasks it was shown or has practised, as they are prompted. None: nobody has written them down, or they are
+    too many."""
 
     def __post_init__(self) -> None:
         for name in ("state_dim", "action_dim"):
