@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pistar import cli
+from pistar import cli, cli_runs
+from pistar.config import AcrlpdConfig
 from pistar.data.hdf5 import Conversion
 from pistar.data.lerobot import open_dataset
 from pistar.data.norm_stats import load_norm_stats
@@ -143,6 +144,14 @@ def test_train_mistakes_are_one_line(args: list[str], words: str, capsys: pytest
     said = capsys.readouterr().err.strip()
     assert words in said
     assert "\n" not in said
+
+
+def test_none_is_nothing_where_a_field_may_be_nothing_and_a_choice_where_it_is_one() -> None:
+    given = "rl_metaworld --algorithm.actor none --keep-every none --online.health.max-drift=none --exp-name none"
+    _, config = cli_runs._read_run(cli_runs._run_parser("train", ""), given.split())
+    assert isinstance(config.algorithm, AcrlpdConfig)
+    assert config.algorithm.actor == "none"
+    assert (config.keep_every, config.online.health.max_drift, config.exp_name) == (None, None, None)
 
 
 def test_train_without_a_preset_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

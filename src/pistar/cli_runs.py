@@ -69,10 +69,25 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
         RLTrainConfig,
         prog=f"{parser.prog} {options.preset}",
         default=config,
-        args=rest,
+        args=_none_as_tyro_has_it(rest, config),
         config=(tyro.conf.AvoidSubcommands,),
     )
     return options, config
+
+
+def _none_as_tyro_has_it(args: Sequence[str], config: "RLTrainConfig") -> list[str]:
+    """Python's None for `none` as YAML, a sweep and our errors have it, where a field may be nothing."""
+    from pistar.training.config import may_be_nothing
+
+    read, option = [], ""
+    for arg in args:
+        name, equals, value = arg.partition("=") if arg.startswith("--") else (option, "", arg)
+        field = name.removeprefix("--").replace("-", "_")
+        if value == "none" and may_be_nothing(config, field):
+            arg = f"{name}=None" if equals else "None"
+        read.append(arg)
+        option = name if arg.startswith("--") and not equals else ""
+    return read
 
 
 def _without_preset(prog: str, args: Sequence[str], presets: Sequence[str]) -> str:

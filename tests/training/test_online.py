@@ -493,6 +493,15 @@ def test_a_policy_of_another_task_is_warned_of_before_any_rollout(checkpoint: Pa
     assert "environment can work together, but see the warning above" in said["fold the towel"]
 
 
+def test_a_checkpoint_of_another_robot_is_refused_before_a_tokenizer_is_asked_for(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path))
+    config = dataclasses.replace(get_config("ript_aloha_sim"), checkpoint=str(checkpoint))
+    with pytest.raises(UserError, match="was trained with robot metaworld and this run has aloha_sim"):
+        train(config, Console(file=io.StringIO()), dry_run=True)
+
+
 def test_an_environment_of_another_robot_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     config = small_practice(checkpoint, tmp_path, environment="envs.toy:make")
     with pytest.raises(UserError, match=r"acts with 4 numbers \(metaworld\) and toy takes 2 \(toy\); run it in an env"):

@@ -97,7 +97,11 @@ class Ground:
 def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
     """Before anything large is opened."""
     robot = find_robot(config.robot)
-    tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
+    except UserError:
+        _check_trained_for(config)  # lest somebody fetches a tokenizer in vain
+        raise
     check_vocab(tokenizer, config.model.vocab_size)
     stats, stats_from, asset_id = _norm_stats(config, robot, data)
     contract = Contract(
@@ -442,11 +446,25 @@ def _check_checkpoint(
     for name in ("robot", "state_dim", "action_dim", "delta_mask", "prompt_format", "norm_kind", "norm_stats_sha256"):
         ours, was = getattr(contract, name), getattr(theirs, name)
         if ours != was:
-            raise UserError(
-                f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
-                "else to it: use its own, or delete its contract.json if you mean to teach it anew."
-            )
+            raise _trained_otherwise(path, name, was, ours)
     return _horizon_notes(path, contract, theirs.model), theirs.instructions
+
+
+def _check_trained_for(config: RLTrainConfig) -> None:
+    """Refuse a checkpoint of another robot, as far as its contract says."""
+    if config.checkpoint is None:
+        return
+    with open_checkpoint(config.checkpoint) as checkpoint:
+        theirs = None if checkpoint.contract is None else read_contract(checkpoint.contract)
+    if theirs is not None and theirs.robot != config.robot:
+        raise _trained_otherwise(config.checkpoint, "robot", theirs.robot, config.robot)
+
+
+def _trained_otherwise(path: str, name: str, was: object, ours: object) -> UserError:
+    return UserError(
+        f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
+        "else to it: use its own, or delete its contract.json if you mean to teach it anew."
+    )
 
 
 def _horizon_notes(path: str, contract: Contract, trained: Pi0Config | None) -> list[str]:
