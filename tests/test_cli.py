@@ -17,8 +17,9 @@ from pistar.data.hdf5 import Conversion
 from pistar.data.lerobot import open_dataset
 from pistar.data.norm_stats import load_norm_stats
 from pistar.presets import MODELS
-from pistar.training import offline
+from pistar.training import offline, online
 from pistar.training.config import RLTrainConfig
+from pistar.training.health import Course
 
 
 def test_verify_shows_facts_and_checks(openpi_goldens: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +153,22 @@ def test_none_is_nothing_where_a_field_may_be_nothing_and_a_choice_where_it_is_o
     assert isinstance(config.algorithm, AcrlpdConfig)
     assert config.algorithm.actor == "none"
     assert (config.keep_every, config.online.health.max_drift, config.exp_name) == (None, None, None)
+
+
+@pytest.mark.parametrize(("updates", "what"), [(0, ", of the policy it began with"), (5, ""), (None, "")])
+def test_a_checkpoint_that_learnt_nothing_is_called_what_it_is(
+    updates: int | None,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = tmp_path / "12"
+    saved.mkdir()
+    Course(updates=updates, finished=True).save(saved)
+    monkeypatch.setattr(online, "train", lambda *_, **__: saved)
+    cli.main(["train", "ript_metaworld"])
+    assert capsys.readouterr().out.replace("\n", "") == f"Saved {saved}: an OpenPI checkpoint{what}."
 
 
 def test_train_without_a_preset_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
