@@ -11,13 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pistar import cli
+from pistar import cli, cli_runs
+from pistar.config import AcrlpdConfig
 from pistar.data.hdf5 import Conversion
 from pistar.data.lerobot import open_dataset
 from pistar.data.norm_stats import load_norm_stats
 from pistar.presets import MODELS
-from pistar.training import offline
+from pistar.training import offline, online
 from pistar.training.config import RLTrainConfig
+from pistar.training.health import Course
 
 
 def test_verify_shows_facts_and_checks(openpi_goldens: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,9 +127,15 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
             "--config is 'rl_fold_bx', which is neither a YAML file nor a preset; did you mean",
         ),
         (["--config=rl_fold_bx"], "did you mean rl_fold_box?"),
-        (["--config"], "--config is ''"),
-        (["--config", "mine.yaml"], "`pistar train` begins with a preset, and --config is none; `pistar presets`"),
-        (["--seed", "3", "debug"], "and --seed is none"),
+        (["--config"], "--config is given without a file"),
+        (
+            ["--config", "mine.yaml"],
+            "first word after `pistar train` is --config, where a preset's name belongs; `pist",
+        ),
+        (["--config", "configs/ript_metaworld.yaml"], "put it first: pistar train ript_metaworld --config"),
+        (["--seed", "3", "debug"], "put it first: pistar train debug --seed"),
+        (["debug", "--config"], "--config is given without a file; name one after it"),
+        (["debug", "--config", "--resume"], "--config is given without a file; name one after it"),
     ],
 )
 def test_train_mistakes_are_one_line(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +145,30 @@ def test_train_mistakes_are_one_line(args: list[str], words: str, capsys: pytest
     said = capsys.readouterr().err.strip()
     assert words in said
     assert "\n" not in said
+
+
+def test_none_is_nothing_where_a_field_may_be_nothing_and_a_choice_where_it_is_one() -> None:
+    given = "rl_metaworld --algorithm.actor none --keep-every none --online.health.max-drift=none --exp-name none"
+    _, config = cli_runs._read_run(cli_runs._run_parser("train", ""), given.split())
+    assert isinstance(config.algorithm, AcrlpdConfig)
+    assert config.algorithm.actor == "none"
+    assert (config.keep_every, config.online.health.max_drift, config.exp_name) == (None, None, None)
+
+
+@pytest.mark.parametrize(("updates", "what"), [(0, ", of the policy it began with"), (5, ""), (None, "")])
+def test_a_checkpoint_that_learnt_nothing_is_called_what_it_is(
+    updates: int | None,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = tmp_path / "12"
+    saved.mkdir()
+    Course(updates=updates, finished=True).save(saved)
+    monkeypatch.setattr(online, "train", lambda *_, **__: saved)
+    cli.main(["train", "ript_metaworld"])
+    assert capsys.readouterr().out.replace("\n", "") == f"Saved {saved}: an OpenPI checkpoint{what}."
 
 
 def test_train_without_a_preset_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from pistar.data.robots import ROBOTS
 from pistar.envs.env import FAMILIES
 from pistar.presets import get_config
 from pistar.training.config import save_config
+from pistar.training.contract import read_contract, write_contract
 from pistar.training.evaluation import run_task
 from pistar.training.policy import load_policy
 from pistar.training.results import load_evaluation
@@ -228,6 +229,18 @@ def test_eval_says_what_the_simulator_did(
     assert re.search(told, note)
     found = json.loads(out.read_text())["faults"]
     assert {kind: times for kind, times in found.items() if kind != "lost"} == counts
+
+
+def test_eval_warns_of_a_task_the_policy_was_never_taught(
+    toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(toy) / "contract.json"
+    write_contract(path, dataclasses.replace(read_contract(path), instructions=("fold the towel",)))
+    options = ["--episodes", "1", "--limit", "2", *SMALL, "--out", str(tmp_path / "out.json")]
+    cli.main(["eval", toy, "--env", "envs.toy:make", *options])
+    said = capsys.readouterr()
+    assert "warning: still/1: the policy was taught 'fold the towel' and is asked for" in said.err
+    assert "1 of 1 episode, " in said.err
 
 
 def test_eval_of_a_suite_counts_all_its_tasks_together(

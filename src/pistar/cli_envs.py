@@ -84,6 +84,7 @@ def evaluate(
     from pistar.envs.env import EnvOptions, find_tasks
     from pistar.envs.rollout import batch_size
     from pistar.training.acting import Actor, learnt_labels, load_judge
+    from pistar.training.contract import unheard
     from pistar.training.evaluation import Player, Setting, prepare
     from pistar.training.offline import use_compilation_cache
     from pistar.training.policy import Policy, load_policy
@@ -142,10 +143,10 @@ def evaluate(
         guidance=guidance,
         **policy.identity(),
     )
-    theirs = None
+    theirs, judged = None, [(checkpoint, policy)]
     if against is not None and second is None:
         policy = load(against, "none", 1.0)
-        theirs = player(against, policy, 1)
+        theirs, judged = player(against, policy, 1), [*judged, (against, policy)]
         second = prepare(setting, theirs, checkpoint=str(against), weights=weights, **policy.identity())
     name, other = _label(checkpoint), "" if second is None else _label(second.checkpoint)
     if name == other:
@@ -158,6 +159,9 @@ def evaluate(
 
     if told := differing():
         _note(errors, told)
+    for path, each in judged:
+        if unlikely := unheard(each.taught, (task.instruction for task in first.results)):
+            errors.print(f"warning: {_label(path)}: {unlikely}.", markup=False, highlight=False, soft_wrap=True)
     labels = learnt_labels(checkpoint)
     if labels and advantage is None:
         _note(errors, f"{name} practised by cfg; --advantage positive asks it for good actions.")

@@ -54,7 +54,7 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
         parser.print_help()
         sys.exit(0 if asked else 2)
     if args[0].startswith("-"):
-        raise UserError(f"`{parser.prog}` begins with a preset, and {args[0]} is none; `pistar presets` lists them.")
+        raise UserError(_without_preset(parser.prog, args, list_configs()))
     options, rest = parser.parse_known_args(args)
     config = get_config(options.preset)
     if options.config is not None:
@@ -69,10 +69,32 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
         RLTrainConfig,
         prog=f"{parser.prog} {options.preset}",
         default=config,
-        args=rest,
+        args=_none_as_tyro_has_it(rest, config),
         config=(tyro.conf.AvoidSubcommands,),
     )
     return options, config
+
+
+def _none_as_tyro_has_it(args: Sequence[str], config: "RLTrainConfig") -> list[str]:
+    """Python's None for `none` as YAML, a sweep and our errors have it, where a field may be nothing."""
+    from pistar.training.config import may_be_nothing
+
+    read, option = [], ""
+    for arg in args:
+        name, equals, value = arg.partition("=") if arg.startswith("--") else (option, "", arg)
+        field = name.removeprefix("--").replace("-", "_")
+        if value == "none" and may_be_nothing(config, field):
+            arg = f"{name}=None" if equals else "None"
+        read.append(arg)
+        option = name if arg.startswith("--") and not equals else ""
+    return read
+
+
+def _without_preset(prog: str, args: Sequence[str], presets: Sequence[str]) -> str:
+    """What to say to options that come first: which preset is meant, if one is named further on or by a file."""
+    named = [arg for arg in args if arg in presets] + [stem for arg in args if (stem := Path(arg).stem) in presets]
+    remedy = f"put it first: {prog} {named[0]} {args[0]} …" if named else "`pistar presets` lists them."
+    return f"The first word after `{prog}` is {args[0]}, where a preset's name belongs; {remedy}"
 
 
 def train(args: Sequence[str]) -> None:
@@ -94,7 +116,7 @@ def train(args: Sequence[str]) -> None:
 
         jax.config.update("jax_debug_nans", True)  # type: ignore[no-untyped-call]
     from pistar.training import hosts, offline, online
-    from pistar.training.health import has_ended
+    from pistar.training.health import has_ended, has_learnt_nothing
 
     if options.distributed or any(given is not None for given in (options.coordinator, options.hosts, options.host)):
         say = Console(stderr=True, soft_wrap=True, highlight=False).print
@@ -109,7 +131,8 @@ def train(args: Sequence[str]) -> None:
             saved = offline.train(config, console, **how, debug=options.debug)
     hosts.part()
     if saved is not None and leader:
-        Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint.", markup=False)
+        what = ", of the policy it began with" if has_learnt_nothing(saved) else ""
+        Console(soft_wrap=True, highlight=False).print(f"Saved {saved}: an OpenPI checkpoint{what}.", markup=False)
     if not options.dry_run and (saved is None or (int(saved.name) < config.steps and not has_ended(saved))):
         sys.exit(STOPPED)
 

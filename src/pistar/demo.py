@@ -126,7 +126,7 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
     data = out / "dataset"
     with _stage("collecting demonstrations", console):
         won = _collect(data, seed, budget, console)
-    console.print(f"{budget.demonstrations} demonstrations in {data}, LeRobot v3.0{won}.")
+    console.print(f"{counted(budget.demonstrations, 'demonstration')} in {data}, LeRobot v3.0{won}.")
 
     checkpoints: dict[str, Path] = {}
     weights = out / "weights.npz"
@@ -143,7 +143,8 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
 
     evaluations = {}
     for name in stage.judged:
-        with _stage(f"judging {stage.names[name]} on {budget.tasks} start states nobody has seen", console):
+        states = counted(budget.tasks, "start state")
+        with _stage(f"judging {stage.names[name]} on {states} nobody has seen", console):
             evaluations[name] = _judge(checkpoints[name], out / f"{name}.json", seed, budget, console)
 
     console.print(_table(stage, evaluations))

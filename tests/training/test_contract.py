@@ -11,7 +11,14 @@ from pistar.config import LoraConfig
 from pistar.data.norm_stats import NormStats, norm_stats_hash
 from pistar.errors import UserError
 from pistar.presets import MODELS
-from pistar.training.contract import Contract, read_contract, write_contract
+from pistar.training.contract import (
+    MOST_INSTRUCTIONS,
+    Contract,
+    read_contract,
+    together,
+    unheard,
+    write_contract,
+)
 
 STATS = {key: NormStats(mean=np.zeros(14), std=np.ones(14)) for key in ("state", "actions")}
 
@@ -38,6 +45,26 @@ def test_it_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
     assert read_contract(tmp_path / "contract.json") == contract
 
 
+def test_a_contract_from_before_instructions_were_written_down_is_read(tmp_path: Path) -> None:
+    path = edited(tmp_path, lambda data: (data.update(version=1), data.pop("instructions")))
+    assert read_contract(path) == CONTRACT
+    assert CONTRACT.instructions is None
+
+
+def test_whoever_is_asked_for_something_new_is_told_what_was_taught() -> None:
+    taught = ["fold the towel", "open_the box"]
+    assert unheard(taught, ["open the box", "fold the towel\n"]) is None
+    warning = unheard(taught, ["fold the towel", "push the puck", "push the puck"])
+    assert warning is not None
+    assert "taught 'fold the towel', 'open_the box' and is asked for 'push the puck', which it" in warning
+
+
+def test_of_a_policy_whose_lessons_nobody_knows_nothing_is_said() -> None:
+    assert unheard(None, ["push the puck"]) is None
+    assert together(["a", "b"], ["b", "c"]) == ("a", "b", "c")
+    assert together(map(str, range(MOST_INSTRUCTIONS + 1))) is None
+
+
 def test_a_whole_number_may_stand_for_alpha(tmp_path: Path) -> None:
     path = edited(tmp_path, lambda data: data["model"]["vlm"].update(lora={"rank": 4, "alpha": 8}))
     assert read_contract(path).model.vlm.lora == LoraConfig(4, 8.0)
@@ -55,7 +82,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda data: data.update(version=2), "contract version 2, this pistar knows 1; use the pistar that wrote"),
+        (lambda data: data.update(version=3), "contract version 3, this pistar knows 2; use the pistar that wrote"),
         (lambda data: data.pop("version"), "contract version None"),
         (lambda data: data.pop("robot"), r"contract\.robot is missing; add it"),
         (lambda data: data["model"].pop("action_horizon"), r"contract\.model\.action_horizon is missing"),

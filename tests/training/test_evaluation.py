@@ -12,7 +12,7 @@ import pytest
 
 from metaworld_policy import fresh_checkpoint
 from pistar.data.lerobot import open_dataset
-from pistar.data.robots import Robot
+from pistar.data.robots import Robot, find_robot
 from pistar.envs.env import FAMILIES, EnvOptions, Scene, StartEnv, make_env
 from pistar.envs.rollout import Act, Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
@@ -28,6 +28,7 @@ from pistar.training.evaluation import (
     evaluate,
     prepare,
     run_task,
+    seen_by,
 )
 from pistar.training.policy import load_policy
 from pistar.training.results import Evaluation, faults_of
@@ -276,6 +277,15 @@ def test_faults_are_told_and_episodes_they_hit_are_run_again(tmp_path: Path, mon
     assert not by_start[100].faults
     assert (task.counts.succeeded, task.counts.of) == (5, 6)
     assert faults_of(found.trials) == {"raised": 4, "not finite": 1}
+
+
+def test_a_policy_that_reads_another_robots_state_is_refused() -> None:
+    blind = dataclasses.replace(find_robot("metaworld"), name="blind", state_keys={"state": 5})
+    with pytest.raises(UserError, match=r"as 5 numbers of state \(blind\) and metaworld/.* has 17 numbers of state"):
+        seen_by(blind, "metaworld/push-v3", EnvOptions())
+    options, scene = seen_by(find_robot("metaworld_camera"), "metaworld/push-v3", EnvOptions())
+    assert options.cameras == ("images/corner2",)
+    assert list(scene.cameras) == ["images/corner2"]
 
 
 def test_the_first_episodes_are_filmed() -> None:

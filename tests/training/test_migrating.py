@@ -16,7 +16,7 @@ from pistar.presets import MODELS, PRESETS, get_config, list_configs
 from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, load_config
 from pistar.training.migrating import as_ours, flags_as_ours
-from pistar.training.migrating_names import ACRLPD, ACRLPD_FLAGS, RIPT
+from pistar.training.migrating_names import ACRLPD, ACRLPD_FLAGS, GROUPED, RIPT
 from pistar.training.optimizers import CosineSchedule
 
 RIPT_YAML = """
@@ -148,9 +148,28 @@ debug: {save_videos: true, save_loss_details: true, video_dir: films}
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_files_we_ship_are_taken(path: Path) -> None:
-    config = load_config(path, get_config(path.stem))
+def test_the_files_we_ship_are_taken_without_a_word(path: Path) -> None:
+    notes: list[str] = []
+    config = load_config(path, get_config(path.stem), say=notes.append)
     assert config.online.environment is not None
+    assert notes == []
+
+
+def test_a_name_of_ours_in_another_group_is_not_told_and_somebody_elses_is() -> None:
+    _, notes = as_ours({"sampling": {"contexts": 4, "strategy": "curriculum"}, "algo": {"demo_batch_size": 4}})
+    assert notes == ["algo.demo_batch_size is online.contexts here."]
+    _, notes = as_ours({"environment": {"name": "LIBERO_GOAL"}, "sampling": {"strategy": "random"}})
+    assert notes == [
+        "environment.name is online.environment here, as libero/goal.",
+        "sampling.strategy is online.starts.choice here, as uniform.",
+    ]
+
+
+def test_the_names_of_our_grouping_are_documented() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    for section, names in GROUPED.items():
+        for name in names:
+            assert f"`{section}.{name}`" in told or f"`{name}`" in told
 
 
 def test_a_name_counts_only_in_its_section() -> None:

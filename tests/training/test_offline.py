@@ -106,6 +106,9 @@ def test_a_run_leaves_an_openpi_checkpoint_its_settings_and_its_story(finished: 
     assert [line["step"] for line in lines if "critic_loss" in line] == [2, 4, 6, 8, 10, 12]
     assert [line["step"] for line in lines if "audit/bias" in line or "audit/q_shuffled_drop" in line] == [6, 12]
     assert load_config(finished / "config.yaml").model == MODEL
+    taught = read_contract(last / "contract.json").instructions
+    assert taught == ("Transfer the cube from the right arm to the left arm", "Insert the peg into the socket")
+    assert policy.taught == taught
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not(finished: Path, tmp_path: Path, cache: Path) -> None:

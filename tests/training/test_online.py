@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -30,9 +31,10 @@ from pistar.models.tokenizer import load_tokenizer
 from pistar.presets import get_config
 from pistar.training.checkpoints import open_checkpoint
 from pistar.training.config import DataConfig, RLTrainConfig
+from pistar.training.contract import CONTRACT_FILE, read_contract, write_contract
 from pistar.training.experience import Starts
 from pistar.training.exploring import Plan, _sample
-from pistar.training.health import has_ended
+from pistar.training.health import has_ended, has_learnt_nothing
 from pistar.training.learner import Kept, Learner
 from pistar.training.metrics import read_metrics
 from pistar.training.online import train
@@ -84,6 +86,7 @@ def test_the_policy_succeeds_more_often(whole: Whole) -> None:
     assert after["evaluation/sampled"] > before["evaluation/sampled"] + 10
     assert f"{int(after['evaluation/sampled'])}/40 sampled" in said
     assert "groups informative" in said
+    assert "nothing learnt" not in said
 
 
 def test_a_stopped_run_goes_on_to_the_bit(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
@@ -273,6 +276,31 @@ def test_what_a_policy_in_trouble_has_practised_ahead_is_forgotten(
     assert sum(one["tries"] for one in known) == sum(line["practice/episodes"] for line in lines[1:])
 
 
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_a_run_that_is_rolled_back_to_its_beginning_says_that_nothing_was_learnt(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema_decay: float | None
+) -> None:
+    poisoned(monkeypatch, range(40))
+    config = small_practice(checkpoint, tmp_path, replay="none")
+    algorithm = dataclasses.replace(config.algorithm, ema_decay=ema_decay)
+    saved, _, said = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
+    assert has_learnt_nothing(saved)
+    told = f"nothing learnt: every iteration was rolled back; checkpoint 2 is the policy it began with; {config.folder}"
+    assert f"{told}/events.jsonl says why" in said
+    assert [event["event"] for event in events_of(config)] == ["not finite", "not finite", "nothing learnt"]
+    for name, param in params(checkpoint).items():
+        np.testing.assert_array_equal(params(saved)[name], param, err_msg=name)
+
+
+def test_a_run_whose_rollouts_all_end_alike_says_that_nothing_was_learnt(checkpoint: Path, tmp_path: Path) -> None:
+    config = small_practice(taught(checkpoint, tmp_path, "go left"), tmp_path, replay="none", limit=1)  # too short
+    saved, _, said = run(dataclasses.replace(config, steps=1))
+    assert read_contract(saved / CONTRACT_FILE).instructions == ("go left", "go right"), "it has practised that, too"
+    assert has_learnt_nothing(saved)
+    assert "nothing learnt: no iteration had anything to learn from" in said
+    assert "; 1 iteration of 8 start states × 4 rollouts" in said
+
+
 def test_a_disk_that_is_full_costs_the_run_nothing_that_was_saved(
     whole: Whole, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -316,7 +344,7 @@ def test_what_fails_while_it_is_judged_is_told_and_not_counted(
     assert "7 failures of simulators" in said
     for start in (100, 102):
         (tmp_path / f"{start}.always").touch()
-    with pytest.raises(UserError, match=r"None of the 3 held-out episodes could be finished: raised, .*gave way"):
+    with pytest.raises(UserError, match=r"None of 3 held-out episodes could be finished: raised, .*gave way"):
         run(config, overwrite=True)
 
 
@@ -510,6 +538,42 @@ def test_bad_settings_are_one_error_before_anything_is_built(checkpoint: Path, t
     refused(r"demonstrations is 0.1, none of the 4 rows", dataclasses.replace(with_online(), data=shown, batch_size=4))
     with pytest.raises(UserError, match="replay is best, whose successes have weights"):
         dataclasses.replace(config, algorithm=RiptConfig(weighting="exp"))
+
+
+def taught(checkpoint: Path, folder: Path, *instructions: str) -> Path:
+    """The same, of other tasks."""
+    copy = Path(shutil.copytree(checkpoint, folder / "taught" / "1"))
+    contract = dataclasses.replace(read_contract(copy / CONTRACT_FILE), instructions=instructions)
+    write_contract(copy / CONTRACT_FILE, contract)
+    return copy
+
+
+def test_a_policy_of_another_task_is_warned_of_before_any_rollout(checkpoint: Path, tmp_path: Path) -> None:
+    said = {}
+    for task in ("go right", "fold the towel"):
+        console = Console(file=io.StringIO(), width=400)
+        config = small_practice(taught(checkpoint, tmp_path / task, task), tmp_path / "runs")
+        train(config, console, dry_run=True)
+        said[task] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "warning" not in said["go right"]
+    warning = "warning: the policy was taught 'fold the towel' and is asked for 'go right', which it has never heard"
+    assert warning in said["fold the towel"]
+    assert "environment can work together, but see the warning above" in said["fold the towel"]
+
+
+def test_a_checkpoint_of_another_robot_is_refused_before_a_tokenizer_is_asked_for(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path))
+    config = dataclasses.replace(get_config("ript_aloha_sim"), checkpoint=str(checkpoint))
+    with pytest.raises(UserError, match="was trained with robot metaworld and this run has aloha_sim"):
+        train(config, Console(file=io.StringIO()), dry_run=True)
+
+
+def test_an_environment_of_another_robot_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    config = small_practice(checkpoint, tmp_path, environment="envs.toy:make")
+    with pytest.raises(UserError, match=r"acts with 4 numbers \(metaworld\) and toy takes 2 \(toy\); run it in an env"):
+        train(config, Console(file=io.StringIO()), dry_run=True)
 
 
 def test_a_dry_run_builds_everything_and_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:

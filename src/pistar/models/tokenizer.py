@@ -74,7 +74,7 @@ class PromptTokenizer:
         The state is normalised and not padded: one number per joint of the robot. OpenPI gives it to π₀.₅, except where
         `discrete_state_input` is off, as in its pi05_libero.
         """
-        text = prompt.strip().replace("_", " ").replace("\n", " ")
+        text = as_read(prompt)
         if state is None:
             # Encoded alone, so that it is always the same token: it tells the model to begin its answer.
             ids = _encode(self.pieces, text)
@@ -94,6 +94,11 @@ class PromptTokenizer:
         tokens = np.full(self.max_len, _PAD, np.int32)
         tokens[: len(ids)] = ids
         return tokens, np.arange(self.max_len) < len(ids)
+
+
+def as_read(prompt: str) -> str:
+    """A prompt as the model is given it: OpenPI's cleaning."""
+    return prompt.strip().replace("_", " ").replace("\n", " ")
 
 
 def find_tokenizer(path: Path | None = None) -> Path:

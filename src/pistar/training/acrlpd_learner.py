@@ -210,6 +210,10 @@ class AcrlpdLearner:
 
     # --- Remembering --------------------------------------------------------------------------------------------------
 
+    def updates(self, state: AcrlpdState) -> int:
+        """Behind that state, since the run began: of the critic, if not of the policy."""
+        return int(state.step)
+
     def remembered(self) -> Callable[[Path], None]:
         """What writes its experience, as it is now, into a checkpoint; each host its own."""
         kept, drawn, checkpoints = self.replay.contents(), self._drawn, self._run.config.folder / "checkpoints"

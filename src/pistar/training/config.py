@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -22,7 +22,7 @@ from pistar.data.rewards import (
 from pistar.data.robots import find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType
-from pistar.tables import from_table, to_table
+from pistar.tables import fits, from_table, to_table
 from pistar.training.migrating import as_ours
 from pistar.training.online_config import OnlineConfig
 from pistar.training.optimizers import AdamWConfig, CosineSchedule
@@ -313,6 +313,20 @@ class RLTrainConfig:
     def folder(self) -> Path:
         """Of the run."""
         return self.runs / (self.exp_name or self.name)
+
+
+def field_type(config: RLTrainConfig, name: str) -> Any:  # noqa: ANN401  # a type, of any sort
+    """Of the field of that dotted name; None where there is no such field."""
+    *groups, last = name.split(".")
+    owner: object = config
+    for group in groups:
+        owner = getattr(owner, group, None)
+    return get_type_hints(type(owner)).get(last)
+
+
+def may_be_nothing(config: RLTrainConfig, name: str) -> bool:
+    """Whether the field of that dotted name can be None."""
+    return fits(field_type(config, name), None)
 
 
 def save_config(path: Path, config: RLTrainConfig) -> None:

@@ -1,9 +1,10 @@
 """contract.json: what a checkpoint expects of the world around it, so that nobody has to guess it on the robot."""
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from pistar.config import Pi0Config
@@ -11,11 +12,14 @@ from pistar.data.norm_stats import Norm, NormStats, norm_stats_hash
 from pistar.data.robots import Robot, find_robot
 from pistar.errors import UserError
 from pistar.models.inspect import ModelType, config_differences
+from pistar.models.tokenizer import as_read
 from pistar.tables import from_table, to_table
 
 CONTRACT_FILE = "contract.json"
-VERSION = 1
-"""Of the file's format. Goes up with every change of its fields."""
+VERSION = 2
+"""Of the file's format. Goes up with every change of its fields. 1 knew no instructions."""
+MOST_INSTRUCTIONS = 500
+"""As many are written down: more are no list of tasks any longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Contract:
     tokenizer_sha256: str
     norm_kind: Norm
     norm_stats_sha256: str
+    instructions: tuple[str, ...] | None = None
+    """Of the tasks it was shown or has practised, as they are prompted. None: nobody has written them down, or they are
+    too many."""
 
     def __post_init__(self) -> None:
         for name in ("state_dim", "action_dim"):
@@ -123,6 +130,31 @@ class Contract:
         ]
 
 
+def together(*taught: Iterable[str]) -> tuple[str, ...] | None:
+    """Instructions for a contract, each once; None where they are too many."""
+    found = tuple(dict.fromkeys(itertools.chain(*taught)))
+    return found if len(found) <= MOST_INSTRUCTIONS else None
+
+
+def unheard(taught: Sequence[str] | None, asked: Iterable[str]) -> str | None:
+    """What to say where a policy is asked for what it was never taught: it can act all the same, though hardly well.
+    Nothing where it was, or where nobody knows."""
+    known = {as_read(instruction) for instruction in taught or ()}
+    new = [each for each in dict.fromkeys(asked) if as_read(each) not in known]
+    if not taught or not new:
+        return None
+    return (
+        f"the policy was taught {told_instructions(taught)} and is asked for {told_instructions(new)}, which it has "
+        "never heard: it is not likely to succeed; make sure that checkpoint and environment belong together"
+    )
+
+
+def told_instructions(instructions: Sequence[str]) -> str:
+    """The first few of them."""
+    first, more = [repr(each) for each in instructions[:3]], len(instructions) - 3
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+
+
 def write_contract(path: Path, contract: Contract) -> None:
     """As JSON that a person can read."""
     data = {"version": VERSION} | to_table(contract)
@@ -136,13 +168,15 @@ def read_contract(path: Path) -> Contract:
         version = data.get("version")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is no JSON table ({error}); restore it or delete it to go without.") from error
-    if version != VERSION:  # first, for another version has other fields
+    if version not in (1, VERSION):  # first, for another version has other fields
         raise UserError(
             f"{path} has contract version {version}, this pistar knows {VERSION}; "
             "use the pistar that wrote the checkpoint, or a newer one."
         )
     try:
         fields = {name: value for name, value in data.items() if name != "version"}
+        if version == 1:
+            fields["instructions"] = None
         return from_table(Contract, fields, "contract", whole=True)
     except UserError as error:
         raise UserError(f"{path}: {str(error).rstrip('.')}; restore the file.") from error

@@ -9,8 +9,9 @@ from typing import Literal
 import jax
 
 from pistar.data.lerobot_writer import DatasetWriter
-from pistar.data.robots import Robot
+from pistar.data.robots import ROBOTS, Robot
 from pistar.data.transforms import flatten
+from pistar.data.words import counted
 from pistar.envs.env import EnvOptions, Scene, find_scene, find_tasks, told, usual_environments
 from pistar.envs.rollout import Act, Rollout, roll_out
 from pistar.envs.vector import Environments
@@ -94,19 +95,10 @@ class Player:
 def look_ahead(name: str, setting: Setting, player: Player) -> tuple[EnvOptions, Scene, list[int]]:
     """Of a task, before its simulators are built: the options with the cameras to render, the scene, and the start
     states to begin from. Refuses what cannot be run."""
-    options, robot = setting.options, player.robot
+    robot = player.robot
     if setting.execute is not None and not 1 <= setting.execute <= player.horizon:
         raise UserError(f"--execute is {setting.execute}; the policy's chunks have 1 to {player.horizon} actions.")
-    if options.cameras is None and robot is not None:
-        options = dataclasses.replace(options, cameras=needed_cameras(robot))
-    try:
-        scene = find_scene(name, options)
-    except UserError:
-        if robot is not None:  # whose cameras may be what was refused
-            check_robot(robot, find_scene(name, dataclasses.replace(options, cameras=())))
-        raise
-    if robot is not None:
-        check_robot(robot, scene)
+    options, scene = seen_by(robot, name, setting.options)
     player.check_prompt(scene.instruction)
     return options, scene, choose_starts(scene, setting.starts, setting.episodes)
 
@@ -126,6 +118,22 @@ def run_task(name: str, setting: Setting, player: Player, *, record: bool) -> It
             yield envs.scene, len(starts), rollout
 
 
+def seen_by(robot: Robot | None, name: str, options: EnvOptions) -> tuple[EnvOptions, Scene]:
+    """A task's options with the cameras a robot's policies are shown, and its scene with them. Refuses the task of
+    another robot. None: whoever needs nothing."""
+    if robot is None:
+        return options, find_scene(name, options)
+    if options.cameras is None:
+        options = dataclasses.replace(options, cameras=needed_cameras(robot))
+    try:
+        scene = find_scene(name, options)
+    except UserError:  # its cameras may be what was refused, and another robot the reason
+        check_robot(robot, find_scene(name, dataclasses.replace(options, cameras=())))
+        raise
+    check_robot(robot, scene)
+    return options, scene
+
+
 def needed_cameras(robot: Robot) -> tuple[str, ...]:
     """What its policies are shown."""
     return tuple(path for path in robot.cameras.values() if path is not None and path not in robot.optional_cameras)
@@ -138,6 +146,16 @@ def check_robot(robot: Robot, scene: Scene) -> None:
             f"The policy acts with {robot.action_dim} numbers ({robot.name}) and {scene.name} takes {scene.action_dim} "
             f"({scene.robot}); run it in an environment of its own robot."
         )
+    theirs = ROBOTS.get(scene.robot)  # one's own environment may have a robot nobody else knows
+    if theirs is not None and theirs.state_keys != robot.state_keys:
+        raise UserError(
+            f"The policy is told its state as {_told_state(robot)} ({robot.name}) and {scene.name} has "
+            f"{_told_state(theirs)} ({scene.robot}); run it in an environment of its own robot."
+        )
+
+
+def _told_state(robot: Robot) -> str:
+    return ", ".join(f"{counted(dim, 'number')} of {name}" for name, dim in robot.state_keys.items())
 
 
 def executed(setting: Setting, scene: Scene, player: Player) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from pistar.data.words import counted
 from pistar.errors import UserError
 from pistar.training.hosts import is_leader
 from pistar.training.online_config import HealthConfig, OnlineConfig, TuningConfig
@@ -44,6 +45,10 @@ class Course:
     """Evaluations that were no better."""
     weight_norm: float | None = None
     """Of the policy after its first iteration."""
+    updates: int | None = None
+    """Behind the policy, those that were rolled back not counted. None: nobody has counted them."""
+    undone: int = 0
+    """Iterations that were rolled back, in all."""
     finished: bool = False
     """Nothing more is to come: its iterations are over, or it had stopped improving."""
 
@@ -60,6 +65,11 @@ class Course:
 def has_ended(checkpoint: Path) -> bool:
     """Whether its run has nothing more to do, though it may have iterations left."""
     return (checkpoint / COURSE_FILE).exists() and Course.load(checkpoint).finished
+
+
+def has_learnt_nothing(checkpoint: Path) -> bool:
+    """Whether it is the policy its run began with: every iteration was rolled back, or taught nothing."""
+    return (checkpoint / COURSE_FILE).exists() and Course.load(checkpoint).updates == 0
 
 
 def _read_event(line: str) -> dict[str, Any] | None:
@@ -140,7 +150,8 @@ def troubles(
             )
     episodes, faults = measured.get("practice/episodes", 0.0), measured.get("practice/faults", 0.0)
     if c.max_fault_rate is not None and faults > c.max_fault_rate * max(episodes, 1.0):
-        yield "surroundings", "simulators", f"they failed {faults:.0f} times in {episodes:.0f} episodes"
+        told = f"they failed {counted(round(faults), 'time')} in {counted(round(episodes), 'episode')}"
+        yield "surroundings", "simulators", told
     before, now = resident
     if c.max_memory_growth is not None and now > (1 + c.max_memory_growth) * before:
         yield "surroundings", "memory", f"a process has grown from {before / 1e9:.2f} to {now / 1e9:.2f} GB"
@@ -185,9 +196,10 @@ def back_to_good(
     done = {"tell": "nothing is done", "stop": "the run stops"}.get(config.on_trouble)
     gives_up = config.on_trouble == "roll_back" and course.rollbacks >= config.rollbacks
     if gives_up:
-        done = f"the run stops after {course.rollbacks} rollbacks"
+        done = f"the run stops after {counted(course.rollbacks, 'rollback')}"
     if done is None:
         course.rollbacks += 1
+        course.undone += 1
         course.rate /= 2
         back = "the beginning" if course.good is None else f"iteration {course.good}"
         done = f"back to {back}, with {course.rate:.3g} times the learning rate"
@@ -214,9 +226,27 @@ def has_stopped_improving(config: OnlineConfig, course: Course, iteration: int, 
     """Whether as many evaluations as it has patience for were no better than the best."""
     if config.patience is None or course.since_best < config.patience:
         return False
-    detail = f"{course.since_best} evaluations were no better than the {course.best_success:.0%} of {course.best}"
+    detail = (
+        f"the last {counted(course.since_best, 'evaluation')} found nothing better than the {course.best_success:.0%} "
+        f"of {f'iteration {course.best}' if course.best else 'the policy it began with'}"
+    )
     events.note(iteration - 1, "early stop", detail, "the run ends")
     return True
+
+
+def tell_if_nothing_was_learnt(course: Course, iteration: int, folder: Path, events: Events) -> None:
+    """At the end of a run whose last checkpoint is the policy it began with."""
+    if not iteration or course.updates != 0:
+        return
+    if course.undone:
+        detail = f"{counted(course.undone, 'iteration')} of {iteration} rolled back, and the others taught nothing"
+        if course.undone == iteration:
+            detail = "every iteration was rolled back"
+        why = f"; {folder / EVENTS_FILE} says why"
+    else:
+        detail = "no iteration had anything to learn from"
+        why = "; practice/… in metrics.jsonl says how its rollouts ended"
+    events.note(iteration - 1, "nothing learnt", detail, f"checkpoint {iteration} is the policy it began with{why}")
 
 
 # --- What is adapted --------------------------------------------------------------------------------------------------

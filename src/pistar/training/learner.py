@@ -266,6 +266,10 @@ class Learner:
         demonstration = np.arange(len(together[1])) >= rows
         return RiptBatch(*together[:4], demonstration, together[4])
 
+    def updates(self, state: RiptState) -> int:
+        """Behind that state, since the run began."""
+        return int(state.policy.step)
+
     # --- Remembering --------------------------------------------------------------------------------------------------
 
     def remembered(self) -> Callable[[Path], None]:

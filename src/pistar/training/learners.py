@@ -43,6 +43,10 @@ class OnlineLearner(Protocol[State, Kept, Lessons]):
         """An iteration's updates, what they measured, and what else is to be told."""
         ...
 
+    def updates(self, state: State) -> int:
+        """Behind that state, since the run began."""
+        ...
+
     def remembered(self) -> Callable[[Path], None]:
         """What writes its memory, as it is now, into a checkpoint."""
         ...

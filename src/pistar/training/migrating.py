@@ -14,11 +14,13 @@ from pistar.training.migrating_names import (
     ACRLPD,
     ACRLPD_FLAGS,
     ACRLPD_LEFT_OUT,
+    GROUPED,
     RIPT,
     RIPT_LEFT_OUT,
     TASKS,
     WITHOUT_VALUE,
     Names,
+    Rule,
     falling_rate,
 )
 
@@ -91,8 +93,15 @@ def _apply(
             f"{full} says {rule.ours} is {changed}, and another name in the file that it is {before}; leave one out."
         )
     _put(ours, rule.ours, changed)
-    if rule.ours != full or rule.why:
-        notes.append(f"{full} is {rule.ours} here{f' ({rule.why})' if rule.why else ''}.")
+    renamed = f", as {changed}" if isinstance(changed, str) and changed != value else ""
+    if renamed or not _is_our_own(section, name, rule):
+        notes.append(f"{full} is {rule.ours} here{renamed}{f' ({rule.why})' if rule.why else ''}.")
+
+
+def _is_our_own(section: str, name: str, rule: Rule) -> bool:
+    """Whether it is called so here, too, if in another group, and means the same: then there is nothing to tell."""
+    assert rule.ours is not None
+    return (rule.ours.rpartition(".")[2] == name and not rule.why) or name in GROUPED.get(section, ())
 
 
 def _hint(section: str, name: str, sections: Sections, more: Sequence[str]) -> str:
@@ -179,6 +188,8 @@ def _check_file(name: str, presets: Sequence[str]) -> None:
     """Refuse what may be a file of settings or a preset, and is neither."""
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         return  # whether it can be read is said where it is
+    if not name or name.startswith("--"):
+        raise UserError("--config is given without a file; name one after it: --config FILE.yaml.")
     near = difflib.get_close_matches(name, presets, n=1)
     remedy = f"did you mean {near[0]}?" if near else "`pistar presets` lists them."
     raise UserError(f"--config is {name!r}, which is neither a YAML file nor a preset; {remedy}")

@@ -182,7 +182,7 @@ RIPT: dict[str, Names] = {
         **_BATCH,
         **_KEPT,
         **_STEPS,
-        "seed": Rule("seed"),
+        **_same("", "seed", "gradient_accumulation"),
         "num_rollouts": _no("steps counts rounds of practice, online.rollouts the tries of a start state: say which"),
         "rollout_steps": _FRAMES,
         "load_obs": _FRAMES,
@@ -263,6 +263,12 @@ RIPT: dict[str, Names] = {
 }
 """By section; the first is the top of the file. A section may stand in another, as training.optimizer does."""
 RIPT["env"] = RIPT["environment"]
+GROUPED: dict[str, tuple[str, ...]] = {
+    "environment": ("name", "max_steps"),
+    "optimizer": ("lr", "max_grad_norm"),
+    "sampling": ("group_size", "strategy", "success_rate_target", "exploration_share"),
+}
+"""Names in the files of configs/ that are others in an option: ours too, so nothing is told of them there."""
 RIPT_LEFT_OUT: dict[str, str] = {
     "features": _SIMULATORS.why,
     "dataset": _FRAMES.why,

@@ -257,9 +257,9 @@ def claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overw
 def _compare_configs(old: RLTrainConfig, new: RLTrainConfig, console: Console) -> None:
     if old.practises != new.practises:
         was, now = ("practised", "would not") if old.practises else ("learnt from data alone", "would practise")
+        where = new.online.environment or "left out"
         raise UserError(
-            f"{new.folder} {was} and now {now} (online.environment is {new.online.environment}); "
-            "start a new run from its checkpoint."
+            f"{new.folder} {was} and now {now} (online.environment is {where}); start a new run from its checkpoint."
         )
     for name, (before, after) in differences(old, new).items():
         if name.startswith(SET_FOR_GOOD) or name.endswith(".type"):

@@ -19,13 +19,15 @@ import jax
 from rich.console import Console
 
 from pistar.config import AcrlpdConfig, RiptConfig
+from pistar.data.words import counted
 from pistar.envs.env import EnvOptions, find_tasks
 from pistar.envs.vector import Environments
 from pistar.errors import UserError
 from pistar.tables import to_table
 from pistar.training.config import RLTrainConfig, save_config
+from pistar.training.contract import Contract, together, unheard
 from pistar.training.counting import wilson
-from pistar.training.evaluation import check_robot, needed_cameras
+from pistar.training.evaluation import check_robot, needed_cameras, seen_by
 from pistar.training.experience import Context, Start, load_starts, save_starts
 from pistar.training.health import (
     Course,
@@ -34,6 +36,7 @@ from pistar.training.health import (
     has_stopped_improving,
     stopped_by_surroundings,
     take_note,
+    tell_if_nothing_was_learnt,
     tell_of_skipped,
     troubles,
     tune,
@@ -71,12 +74,16 @@ def train(
         where = state_sharding(abstract, run.mesh)
         practice = Practice(config, run.ground, envs)
         learner = make_learner(run, practice, where)
+        instructions = [scene.instruction for scene in envs.scenes.values()]
+        if unlikely := unheard(run.ground.taught, instructions):
+            console.print(f"warning: {unlikely}.", markup=False, highlight=False)
         for scene in envs.scenes.values():
             for note in learner.check(scene.instruction):
                 console.print(f"note: {note}", markup=False, highlight=False)
         _describe(run, envs, console)
         if dry_run:
-            console.print("Dry run: weights, data and environment agree. Nothing was trained or written.")
+            agree = "can work together, but see the warning above" if unlikely else "agree"
+            console.print(f"Dry run: weights, data and environment {agree}. Nothing was trained or written.")
             return None
 
         def state_of(step: int | None) -> Any:  # noqa: ANN401  # the agent's own
@@ -101,13 +108,12 @@ def train(
             save_config(folder / CONFIG_FILE, config)
         meet("the folder is ready")
         events = Events(folder, console, after=iteration)
+        contract = _also_taught(run, instructions)
         began, first_resident, learnt_from = time.monotonic(), 0, 0
         sinks = trackers_of(config.trackers, folder, str(config.exp_name or config.name), to_table(config))
         with (
             closing(MetricsLog(folder, sinks, after=iteration if start_from is not None else -1)) as log,
-            closing(
-                Saver(checkpoints, run.ground.norm_stats, run.ground.contract, config.keep_last, config.keep_every)
-            ) as saver,
+            closing(Saver(checkpoints, run.ground.norm_stats, contract, config.keep_last, config.keep_every)) as saver,
             # With the mesh, which is each thread's own: without, what acts would be compiled a second time for it.
             ThreadPoolExecutor(1, "practice", initializer=jax.set_mesh, initargs=(run.mesh,)) as beside,
             events.telling_what_ends(lambda: iteration),
@@ -175,6 +181,7 @@ def train(
                     if online.auto_tune:
                         for name, reason in tune(online.tuning, course, measured):
                             events.note(iteration - 1, f"auto-tune, {name}", reason, "from the next iteration on")
+                course.updates = learner.updates(state)
                 course.finished = iteration == config.steps or has_stopped_improving(online, course, iteration, events)
                 leave = stopped_by_surroundings(wrong, iteration, events)
                 saves = iteration % config.save_every == 0 or course.finished or leave or stop.requested()
@@ -187,8 +194,16 @@ def train(
                 if leave:
                     break
             saver.wait()
+            tell_if_nothing_was_learnt(course, iteration, folder, events)
     _told_end(console, config, course, iteration)
     return checkpoints / str(iteration) if iteration else None
+
+
+def _also_taught(run: OnlineRun, instructions: Sequence[str]) -> Contract:
+    """The contract of a policy that has practised these, too. Of one nobody knows the lessons of, nobody does after."""
+    contract, known = run.ground.contract, run.ground.taught is not None
+    taught = together(contract.instructions or (), instructions) if known else None
+    return dataclasses.replace(contract, instructions=taught)
 
 
 def _judges(config: RLTrainConfig, iteration: int) -> bool:
@@ -239,26 +254,34 @@ def _tasks(config: RLTrainConfig) -> list[str]:
 def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
     online, robot = run.config.online, run.ground.inputs.robot
     options = EnvOptions(cameras=needed_cameras(robot), limit=online.limit)
-    envs = Environments(
-        tasks,
-        options,
-        count=online.environments,
-        workers=online.workers,
-        chunk=max(64, run.config.model.action_horizon),
-        patience=online.hang_after,
-        engine=online.engine,
-    )
+    try:
+        envs = Environments(
+            tasks,
+            options,
+            count=online.environments,
+            workers=online.workers,
+            chunk=max(64, run.config.model.action_horizon),
+            patience=online.hang_after,
+            engine=online.engine,
+        )
+    except UserError:
+        if online.engine == "processes":  # with Ray, the simulator may be elsewhere alone
+            for name in tasks:
+                seen_by(robot, name, options)  # whose cameras may be what was refused
+        raise
     try:
         check_robot(robot, envs.scene)
         for name, scene in envs.scenes.items():
             if online.evaluate_episodes > len(scene.held_out):
                 raise UserError(
-                    f"online.evaluate_episodes is {online.evaluate_episodes} and {name} has {len(scene.held_out)} "
-                    "held-out start states; take fewer."
+                    f"online.evaluate_episodes is {online.evaluate_episodes} and {name} has "
+                    f"{counted(len(scene.held_out), 'held-out start state')}; take fewer."
                 )
         horizon = run.config.model.action_horizon
         if (online.execute or 1) > horizon:
-            raise UserError(f"online.execute is {online.execute}; the policy's chunks have {horizon} actions.")
+            raise UserError(
+                f"online.execute is {online.execute}; the policy's chunks have {counted(horizon, 'action')}."
+            )
     except BaseException:
         envs.close()
         raise
@@ -271,10 +294,11 @@ def _build(run: OnlineRun, tasks: Sequence[str]) -> Environments:
 def _describe(run: OnlineRun, envs: Environments, console: Console) -> None:
     config, online, scene = run.config, run.config.online, envs.scene
     told = scene.name if len(envs.scenes) == 1 else f"{len(envs.scenes)} tasks of {online.environment}"
+    starts, rollouts = counted(online.contexts, "start state"), counted(online.rollouts, "rollout")
     explores = f"{online.exploration.total:.0%} of rollouts explore" if online.exploration.total else "no exploration"
     console.print(
-        f"{config.name}: {told} ({scene.limit} steps), from {config.checkpoint}; {config.steps} iterations of "
-        f"{online.contexts} start states × {online.rollouts} rollouts ({_told_algorithm(run)}, {explores}); "
+        f"{config.name}: {told} ({counted(scene.limit, 'step')}), from {config.checkpoint}; "
+        f"{counted(config.steps, 'iteration')} of {starts} × {rollouts} ({_told_algorithm(run)}, {explores}); "
         f"norm stats from {run.ground.norm_stats_from}; run in {config.folder}",
         markup=False,
         highlight=False,
@@ -293,13 +317,14 @@ def _told_algorithm(run: OnlineRun) -> str:
 
 
 def _told_practice(measured: dict[str, float]) -> str:
-    groups = f"{measured['practice/informative']:.0f} of {measured['practice/start_states']:.0f} groups informative, "
-    faults = measured["practice/faults"]
+    groups = _counted(measured["practice/start_states"], "group")
+    informative = f"{measured['practice/informative']:.0f} of {groups} informative, "
+    faults = _told_faults(measured["practice/faults"])
     compared = measured["practice/episodes"] > measured["practice/start_states"]
     return (
-        f"practised {measured['practice/episodes']:.0f} episodes, {measured['practice/success']:.0%} succeeded, "
-        f"{groups if compared else ''}"
-        f"{f'{faults:.0f} failures of simulators, ' if faults else ''}"
+        f"practised {_counted(measured['practice/episodes'], 'episode')}, "
+        f"{measured['practice/success']:.0%} succeeded, "
+        f"{informative if compared else ''}{f'{faults}, ' if faults else ''}"
         f"{measured['time/steps_per_second']:.0f} steps/s"
     )
 
@@ -308,9 +333,17 @@ def _told_learning(learnt: dict[str, float]) -> str:
     if not learnt["learning/chunks"]:
         return "nothing to learn from"
     return (
-        f"{learnt['learning/updates']:.0f} updates from {learnt['learning/chunks']:.0f} chunks, "
+        f"{_counted(learnt['learning/updates'], 'update')} from {_counted(learnt['learning/chunks'], 'chunk')}, "
         f"drift {learnt['learning/drift']:.3g}"
     )
+
+
+def _counted(measured: float, noun: str) -> str:
+    return counted(round(measured), noun)
+
+
+def _told_faults(faults: float) -> str:
+    return f"{_counted(faults, 'failure')} of simulators" if faults else ""
 
 
 def _tell_of_faults(events: Events, iteration: int, faults: Sequence[ToldFault], whole: str) -> None:
@@ -327,8 +360,8 @@ def _told_evaluation(found: dict[str, float]) -> str:
         won, of = int(found[f"evaluation/{name}"]), int(found[f"evaluation/{name}_of"])
         low, high = wilson(won, of)
         parts.append(f"{won}/{of} {words} ({low:.0%} to {high:.0%})")
-    faults = found.get("evaluation/faults", 0.0)
-    return f"held out {', '.join(parts)}{f', {faults:.0f} failures of simulators' if faults else ''}"
+    faults = _told_faults(found.get("evaluation/faults", 0.0))
+    return f"held out {', '.join(parts)}{f', {faults}' if faults else ''}"
 
 
 def _told_end(console: Console, config: RLTrainConfig, course: Course, iteration: int) -> None:
@@ -338,6 +371,13 @@ def _told_end(console: Console, config: RLTrainConfig, course: Course, iteration
         where = config.folder / "checkpoints" / str(course.best)
         console.print(
             f"The best on held-out start states was iteration {course.best} ({course.best_success:.0%}): {where}",
+            markup=False,
+            highlight=False,
+        )
+    if course.best == 0 and course.updates:
+        console.print(
+            f"No evaluation was better than that of the policy it began with ({course.best_success:.0%}): "
+            f"{config.checkpoint}",
             markup=False,
             highlight=False,
         )

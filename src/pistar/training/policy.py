@@ -62,6 +62,11 @@ class Policy:
     contract: Contract | None = None
     """What was agreed on between its checkpoint and whoever loaded it."""
 
+    @property
+    def taught(self) -> tuple[str, ...] | None:
+        """Instructions of the tasks it was taught; None where nobody has written them down."""
+        return None if self.contract is None else self.contract.instructions
+
     def act(
         self, observations: Sequence[Data], noise: Float[np.ndarray, "b *n h a"] | Float[Array, "b *n h a"]
     ) -> Float[np.ndarray, "b *n h d"]:
@@ -290,9 +295,10 @@ def _assume_contract(
     if asset_id is None and len(assets) == 1:
         asset_id = assets[0]
     if asset_id not in assets:
+        wanted = "none was chosen" if asset_id is None else f"asset_id is {asset_id}"
         raise UserError(
-            f"{checkpoint.step} has norm stats for {', '.join(assets) or 'no robot'} and asset_id is {asset_id}; "
-            "give the one to use, or copy the assets folder beside params."
+            f"{checkpoint.step} has norm stats for {', '.join(assets) or 'no robot'} and {wanted}; "
+            "give the one to use (asset_id), or copy the assets folder beside params."
         )
     machine, stats = find_robot(robot), _norm_stats(checkpoint, asset_id)
     if checkpoint.lerobot is not None:

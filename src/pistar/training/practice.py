@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from pistar.agents.estimators import informative
 from pistar.data.robots import input_transform, output_transform
+from pistar.data.words import counted
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Clock, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
@@ -278,7 +279,7 @@ class Practice:
         for name in trials:
             if f"evaluation/{name}_of" not in names:
                 raise UserError(
-                    f"None of the {len(starts)} held-out episodes could be finished: "
+                    f"None of {counted(len(starts), 'held-out episode')} could be finished: "
                     f"{told[-1][1].kind}, {told[-1][1].detail}. Try the simulator alone, by `pistar eval`."
                 )
         counts = {name: sum(each.get(name, 0.0) for each in everywhere) for name in names}

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pistar.config import AcrlpdConfig
+from pistar.data.words import counted
 from pistar.envs.env import Scene
 from pistar.envs.rollout import Rollout
 from pistar.training.config import RLTrainConfig
@@ -29,7 +30,7 @@ def describe(run: Run, console: Console) -> None:
         "starts from": config.checkpoint or "fresh weights",
         "algorithm": _algorithm(config),
         "data": ", ".join(config.data.datasets),
-        "episodes": f"{train} to train on, {held_out} held out; {run.windows} windows",
+        "episodes": f"{train} to train on, {held_out} held out; {counted(run.windows, 'window')}",
         "norm stats": f"{config.norm_kind}, from {run.norm_stats_from}",
         "batches": f"{config.steps} of {config.batch_size}",
         "devices": f"{jax.device_count()} {jax.devices()[0].platform}",
@@ -162,6 +163,8 @@ def episodes_shown(what: str, console: Console) -> Iterator[Callable[[Scene, int
             done, won = done + 1, won + (rollout.episode is not None and rollout.episode.success)
             bar.update(task, completed=done, total=total, description=f"{what}, {scene.name}: {won} succeeded")
             if not console.is_terminal and (done % 10 == 0 or done == total):
-                console.print(f"{what}, {scene.name}: {done} of {total} episodes, {won} succeeded", highlight=False)
+                console.print(
+                    f"{what}, {scene.name}: {done} of {counted(total, 'episode')}, {won} succeeded", highlight=False
+                )
 
         yield show

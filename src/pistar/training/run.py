@@ -31,13 +31,14 @@ from pistar.data.source import (
 )
 from pistar.data.transforms import flatten
 from pistar.data.weights import read_weights
+from pistar.data.words import counted
 from pistar.errors import UserError
 from pistar.models.inspect import MODEL_NAMES, config_differences, infer_config
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.models.tokenizer import PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, open_checkpoint
 from pistar.training.config import BcConfig, DataConfig, RLTrainConfig
-from pistar.training.contract import Contract, read_contract
+from pistar.training.contract import Contract, read_contract, together
 from pistar.training.hosts import in_step
 from pistar.training.loading import load_into
 from pistar.training.metrics import check_trackers
@@ -89,12 +90,18 @@ class Ground:
     norm_stats: Mapping[str, NormStats]
     norm_stats_from: str
     notes: tuple[str, ...]
+    taught: tuple[str, ...] | None
+    """Instructions the checkpoint was taught before; None where there is none, or nobody knows."""
 
 
 def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
     """Before anything large is opened."""
     robot = find_robot(config.robot)
-    tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, config.model.max_token_len)
+    except UserError:
+        _check_trained_for(config)  # lest somebody fetches a tokenizer in vain
+        raise
     check_vocab(tokenizer, config.model.vocab_size)
     stats, stats_from, asset_id = _norm_stats(config, robot, data)
     contract = Contract(
@@ -109,9 +116,11 @@ def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
         norm_kind=config.norm_kind,
         norm_stats_sha256=norm_stats_hash(stats),
     )
-    notes = check_norm_stats(stats, config.norm_kind)
+    notes, taught = check_norm_stats(stats, config.norm_kind), None
     if config.checkpoint is not None:
-        notes = [*notes, *_check_checkpoint(config.checkpoint, contract, tokenizer)]
+        more, taught = _check_checkpoint(config.checkpoint, contract, tokenizer)
+        notes = [*notes, *more]
+    contract = dataclasses.replace(contract, instructions=together(taught or (), _instructions(config, data)))
     inputs = ModelInputs(
         robot,
         stats,
@@ -121,7 +130,7 @@ def _agree(config: RLTrainConfig, data: Sequence[_Labelled]) -> Ground:
         config.model.image_size,
         discrete_state=contract.prompt_format == "pi05",
     )
-    return Ground(inputs, contract, stats, stats_from, tuple(notes))
+    return Ground(inputs, contract, stats, stats_from, tuple(notes), taught)
 
 
 def prepare(config: RLTrainConfig, *, dry: bool = False) -> Run:
@@ -261,7 +270,7 @@ def check_batch(config: RLTrainConfig) -> None:
     if config.batch_size % (parts := jax.device_count() * config.gradient_accumulation):
         times = f" in {config.gradient_accumulation} parts each" if config.gradient_accumulation > 1 else ""
         raise UserError(
-            f"batch_size is {config.batch_size}, which {jax.device_count()} devices{times} cannot share; "
+            f"batch_size is {config.batch_size}, which {counted(jax.device_count(), 'device')}{times} cannot share; "
             f"use a multiple of {parts}."
         )
 
@@ -306,6 +315,13 @@ def first_state(agent: Agent, params: Params, seed: PRNGKeyArray) -> Any:  # noq
         return agent.init_from(params)
     # Apart from the keys of the steps, which count from 0.
     return agent.init_from(params, jax.random.fold_in(seed, 2**31))
+
+
+def _instructions(config: RLTrainConfig, data: Sequence[_Labelled]) -> list[str]:
+    """Of the tasks in the data, as the policy is told them."""
+    if config.data.prompt is not None:
+        return [config.data.prompt] if data else []
+    return [task for part in data for task in part.dataset.tasks.values()]
 
 
 def _datasets(config: RLTrainConfig) -> Sequence[str]:
@@ -384,8 +400,8 @@ def _schedule_notes(config: RLTrainConfig) -> list[str]:
         schedule = getattr(config, name).schedule
         if isinstance(schedule, CosineSchedule) and not 0.8 <= schedule.decay_steps / made <= 1.25:
             notes.append(
-                f"{name}'s rate comes down over {schedule.decay_steps} updates and this run makes {made:.0f} of them; "
-                f"to fit, --{name.replace('_', '-')}.schedule.decay-steps {made:.0f}"
+                f"{name}'s rate comes down over {counted(schedule.decay_steps, 'update')} and this run makes "
+                f"{made:.0f} of them; to fit, --{name.replace('_', '-')}.schedule.decay-steps {made:.0f}"
             )
     return notes
 
@@ -416,22 +432,39 @@ def _norm_stats(
     return stats, "the episodes trained on", asset_id
 
 
-def _check_checkpoint(path: str, contract: Contract, tokenizer: PromptTokenizer) -> list[str]:
-    """Refuse weights that were made for something else, and tell where they were trained a little otherwise."""
+def _check_checkpoint(
+    path: str, contract: Contract, tokenizer: PromptTokenizer
+) -> tuple[list[str], tuple[str, ...] | None]:
+    """Refuse weights that were made for something else. Where they were trained a little otherwise, and what they were
+    taught, if that is known."""
     with open_checkpoint(path) as checkpoint:
         _check_sizes(path, checkpoint, contract)
         if checkpoint.contract is None:
-            return _horizon_notes(path, contract, checkpoint.model if checkpoint.horizon_known else None)
+            return _horizon_notes(path, contract, checkpoint.model if checkpoint.horizon_known else None), None
         theirs = read_contract(checkpoint.contract)
     check_same_tokenizer(tokenizer, theirs.tokenizer_sha256)
     for name in ("robot", "state_dim", "action_dim", "delta_mask", "prompt_format", "norm_kind", "norm_stats_sha256"):
         ours, was = getattr(contract, name), getattr(theirs, name)
         if ours != was:
-            raise UserError(
-                f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
-                "else to it: use its own, or delete its contract.json if you mean to teach it anew."
-            )
-    return _horizon_notes(path, contract, theirs.model)
+            raise _trained_otherwise(path, name, was, ours)
+    return _horizon_notes(path, contract, theirs.model), theirs.instructions
+
+
+def _check_trained_for(config: RLTrainConfig) -> None:
+    """Refuse a checkpoint of another robot, as far as its contract says."""
+    if config.checkpoint is None:
+        return
+    with open_checkpoint(config.checkpoint) as checkpoint:
+        theirs = None if checkpoint.contract is None else read_contract(checkpoint.contract)
+    if theirs is not None and theirs.robot != config.robot:
+        raise _trained_otherwise(config.checkpoint, "robot", theirs.robot, config.robot)
+
+
+def _trained_otherwise(path: str, name: str, was: object, ours: object) -> UserError:
+    return UserError(
+        f"{path} was trained with {name} {was} and this run has {ours}; the same numbers would mean something "
+        "else to it: use its own, or delete its contract.json if you mean to teach it anew."
+    )
 
 
 def _horizon_notes(path: str, contract: Contract, trained: Pi0Config | None) -> list[str]:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ import yaml
 from pistar.config import AcrlpdConfig
 from pistar.errors import UserError
 from pistar.tables import fits, from_table
-from pistar.training.config import HARMLESS, RLTrainConfig, differences, load_config, save_config
+from pistar.training.config import HARMLESS, RLTrainConfig, differences, field_type, load_config, save_config
 from pistar.training.counting import wilson
 from pistar.training.health import has_ended
 from pistar.training.metrics import METRICS_FILE, read_metrics
@@ -105,11 +104,7 @@ def _with_values(base: RLTrainConfig, combination: Combination) -> RLTrainConfig
 
 def _read(base: RLTrainConfig, name: str, value: str) -> object:
     """As its field takes it; the likeliest first: nothing at all, what YAML makes of it, just its letters."""
-    *groups, last = name.split(".")
-    owner: object = base
-    for group in groups:
-        owner = getattr(owner, group, None)
-    hint = typing.get_type_hints(type(owner)).get(last)
+    hint = field_type(base, name)
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:

@@ -18,7 +18,7 @@ from pistar.models.pi0 import param_shapes
 from pistar.models.pytorch_names import UNUSED
 from pistar.models.tokenizer import PALIGEMMA_VOCAB, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.training.checkpoints import Checkpoint, open_checkpoint
-from pistar.training.contract import Contract, read_contract
+from pistar.training.contract import Contract, read_contract, told_instructions
 from pistar.training.leaves import Leaf
 from pistar.training.pytorch_weights import Dialect
 
@@ -328,5 +328,7 @@ def _describe_robots(
     if contract:
         relative = [str(i) for i, delta in enumerate(contract.delta_mask or ()) if delta]
         facts["trained for"] = f"{contract.robot} ({contract.asset_id}), prompt format {contract.prompt_format}"
+        if contract.instructions:
+            facts["taught"] = told_instructions(contract.instructions)
         facts["action space"] = f"relative to the state in {', '.join(relative)}" if relative else "absolute"
     return facts
