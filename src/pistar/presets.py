@@ -292,6 +292,7 @@ _RIPT = (
             patience=3,
             overlap=True,
             auto_tune=True,
+            evaluate_every=2,
         ),
         steps=4,
         save_every=2,

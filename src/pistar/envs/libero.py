@@ -258,6 +258,11 @@ def _import_libero() -> tuple[Any, Any]:
         rendering.headless()
         from libero.libero.envs.env_wrapper import ControlEnv
     except ImportError as error:
+        if error.name == "torch":  # hf-libero's and libero's; another libero beside them would be written over theirs
+            raise UserError(
+                "The libero that is installed needs torch, which is not there; pip install torch, or take the one that "
+                "does without: pip uninstall hf-libero libero, then pip install 'pistar-rl[libero]'."
+            ) from error
         raise missing("libero", "libero", error) from error
     try:  # hf-libero downloads here if it has to, and fails in many ways
         assets = libero.get_assets_path() if hasattr(libero, "get_assets_path") else libero.get_libero_path("assets")

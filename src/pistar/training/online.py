@@ -303,6 +303,11 @@ def _describe(run: OnlineRun, envs: Environments, console: Console) -> None:
         markup=False,
         highlight=False,
     )
+    if online.overlap and all(_rests(config, iteration) for iteration in range(1, config.steps)):
+        console.print(
+            "note: online.overlap is on, and nothing can overlap: every iteration is judged or saved. Raise "
+            "online.evaluate_every and save_every."
+        )
     if isinstance(a := config.algorithm, RiptConfig) and a.weighting == "signed" and not a.anchor:
         console.print("note: signed weights without an anchor have no least loss and diverge; set algorithm.anchor.")
 
