@@ -1,6 +1,7 @@
 """LIBERO, really simulated: two tasks, few steps, fewer pictures."""
 
 import dataclasses
+import importlib.machinery
 import os
 import signal
 import subprocess
@@ -336,6 +337,8 @@ def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_libero_without_its_torch_says_so_and_what_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     class NeedsTorch:
+        __spec__ = importlib.machinery.ModuleSpec("libero", None)
+
         def __getattr__(self, name: str) -> object:
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
