@@ -188,7 +188,7 @@ class Learner:
                 self._batch(chunks, advantages, own, rows, before + made + at, told) for at, own in enumerate(picked)
             ]
             if probe is None:
-                first = self._batch(acted, advantages, picked[0], rows, before)
+                first = batches[0] if told is None else self._batch(acted, advantages, picked[0], rows, before)
                 own = np.asarray(first.valid) & ~np.asarray(first.demonstration)[:, None]
                 probe = to_devices(dataclasses.replace(first, valid=own), over_rows(self._run.mesh))
             keys = jax.vmap(lambda at: jax.random.fold_in(key, at))(made + jnp.arange(len(batches)))
