@@ -29,6 +29,10 @@ VARIANTS: dict[str, list[str]] = {
     "replay_best": ["--online.replay", "best"],
     "exp": ["--algorithm.weighting", "exp"],
     "cfg": ["--algorithm.weighting", "cfg"],
+    "cfg_longer": [
+        *("--algorithm.weighting", "cfg", "--algorithm.guidance", "3", "--online.updates", "2000"),
+        *("--policy-optimizer.schedule.decay-steps", "2000", "--policy-optimizer.schedule.warmup-steps", "200"),
+    ],
     "signed": ["--algorithm.weighting", "signed", "--algorithm.anchor", "1.0"],
 }
 
