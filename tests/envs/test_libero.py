@@ -23,7 +23,7 @@ from pistar.config import CAMERAS
 from pistar.data.robots import ROBOTS
 from pistar.envs import libero
 from pistar.envs.env import EnvOptions, StartEnv, find_tasks, make_env
-from pistar.envs.rendering import Graphics
+from pistar.envs.rendering import Graphics, resize
 from pistar.envs.rollout import Request, Rollout, batch_size, roll_out
 from pistar.envs.vector import Environments
 from pistar.errors import UserError
@@ -261,8 +261,8 @@ def test_all_environments_of_a_process_draw_in_one_window_and_do_not_disturb_eac
 def test_pictures_come_in_the_size_and_number_asked_for(stove: libero.Libero) -> None:
     assert stove.scene.cameras == {"observation/image": (224, 224), "observation/wrist_image": (224, 224)}
     picture = stove.render()
-    assert libero.resize(picture, 256, 256).tobytes() == picture.tobytes()
-    assert libero.resize(picture, 64, 64).shape == (64, 64, 3)
+    assert resize(picture, 256, 256).tobytes() == picture.tobytes()
+    assert resize(picture, 64, 64).shape == (64, 64, 3)
 
 
 def test_time_is_up_after_the_limit_and_settling_does_not_count(stove: libero.Libero) -> None:

@@ -51,7 +51,10 @@ def lose_a_host(folder: Path) -> tuple[list[int], str]:
     return saved_steps(checkpoints), said
 
 
-def test_two_hosts_train_what_one_trains_and_one_goes_on_where_a_dead_host_left_it(tmp_path: Path) -> None:
+def test_two_hosts_train_what_one_trains_and_one_goes_on_where_a_dead_host_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTBEAT_SECONDS", "15")  # a third of what it is for users: nobody has to wait for so long
     alone, together = tmp_path / "alone", tmp_path / "together"
     finish(start(alone, 1))
     steps, said = lose_a_host(together)

@@ -76,8 +76,7 @@ def scene(task: str, options: EnvOptions) -> Scene:
     for name in names:
         if name not in CAMERAS:
             raise UserError(f"aloha/{task} has no camera {name!r}; {nearest(name, CAMERAS)}")
-    # OpenPI's client renders 640×480 and shrinks that to the model's width, which then pads. Rendered at that width
-    # in the first place it is the same view, cheaper, with edges that are slightly harder.
+    # The model pads it.
     size = (options.image_size * 3 // 4, options.image_size)
     return Scene(
         name=f"aloha/{task}",
@@ -116,6 +115,7 @@ class Aloha(StartEnv):
         self._simulation: Any = control.Environment(self._physics, self._rules, control_timestep=1 / self.scene.fps)
         self._draw_layout = getattr(gym_aloha.utils, TASKS[task].layout)
         self._layout = sim.BOX_POSE
+        self._shadows = options.shadows
         self._cameras = rendering.Cameras(self._physics.model.ptr, self.scene.name, options.shadows)
 
     def _begin(self, start_id: int) -> None:
@@ -128,8 +128,15 @@ class Aloha(StartEnv):
 
     def observe(self) -> Seen:
         """Joints, as gym-aloha's `agent_pos`, and the cameras that were asked for."""
-        pictures = {name: self._picture(CAMERAS[name], *size) for name, size in self.scene.cameras.items()}
+        pictures = {name: self._seen_by(CAMERAS[name], *size) for name, size in self.scene.cameras.items()}
         return {"state": self._rules.get_qpos(self._physics), **pictures}
+
+    def _seen_by(self, camera: str, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+        """With shadows as OpenPI's client has it, which renders 640×480 and shrinks that. Else at that width in the
+        first place: the same view, cheaper, with edges that are slightly harder."""
+        if not self._shadows:
+            return self._picture(camera, height, width)
+        return rendering.resize(self._picture(camera, 480, 640), height, width)
 
     def render(self) -> UInt8[np.ndarray, "h w 3"]:
         """From in front of the table, at an angle."""

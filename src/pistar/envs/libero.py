@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from jaxtyping import Float, UInt8
-from PIL import Image
 
 from pistar.envs import rendering
 from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv, missing, nearest
@@ -137,7 +136,7 @@ class Libero(StartEnv):
     def observe(self) -> Seen:
         """Pictures rotated by 180°, which mirrors what people see; position, axis-angle and fingers."""
         seen: Seen = {
-            name: resize(self._views.draw(CAMERAS[name])[::-1, ::-1], *size)
+            name: rendering.resize(self._views.draw(CAMERAS[name])[::-1, ::-1], *size)
             for name, size in self.scene.cameras.items()
         }
         now = self._proprioception
@@ -204,13 +203,6 @@ def axis_angle(quaternion: Float[np.ndarray, "4"]) -> Float[np.ndarray, "3"]:
     if math.isclose(sine, 0):
         return np.zeros(3)
     return quaternion[:3] * 2 * math.acos(w) / sine
-
-
-def resize(image: UInt8[np.ndarray, "_ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "_ _ 3"]:
-    """As OpenPI resizes: by Pillow, bilinear. The pictures are square, so nothing is padded."""
-    if image.shape[:2] == (height, width):
-        return np.ascontiguousarray(image)
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR))
 
 
 def _build(inside: Any) -> None:  # noqa: ANN401  # robosuite's environment

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import UInt8
+from PIL import Image
 
 from pistar.errors import UserError
 
@@ -92,6 +93,13 @@ class PictureCheck:
             kind = RuntimeError if camera in self._sound else UserError
             raise kind(f"Camera {camera} of {self._scene} renders {wrong}.")
         self._sound.add(camera)
+
+
+def resize(image: UInt8[np.ndarray, "_ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "_ _ 3"]:
+    """As OpenPI's clients do: by Pillow, bilinear. To the same shape, so nothing is padded."""
+    if image.shape[:2] == (height, width):
+        return np.ascontiguousarray(image)
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR))
 
 
 class Graphics:
