@@ -193,7 +193,7 @@ class OnlineConfig:
     epochs: float = 1.0
     """Times each chunk is learnt from in an iteration, on average (ACRLPD: own windows drawn for each step done) …"""
     updates: int | None = None
-    """… or so many updates, however many chunks there are."""
+    """… or so many updates, however many chunks there are; whole calls of `updates_per_dispatch`."""
     restart: bool = False
     """Each iteration trains on from the averaged weights, with fresh moments and its rate from the beginning: the
     optimiser's schedule is then an iteration's, and the policy that practises next is one whose rate has come down."""
