@@ -157,6 +157,7 @@ def test_the_anchors_reference_is_asked_without_labels_and_not_about_demonstrati
 
     away = np.where(plain.valid, apart(moved(fresh(), 0.3)), 0)
     assert away.sum() > 1e-3, "or labels would make no difference"
+    np.testing.assert_allclose(jax.jit(agent.told_apart)(state, told, KEY), away.sum() / 7, rtol=1e-4)
     _, metrics = update(state, told, KEY)
     np.testing.assert_allclose(metrics["anchor_distance"], away[:3].sum() / 7, rtol=1e-4)
     _, metrics = update(state, dataclasses.replace(told, observations=plain.observations), KEY)

@@ -406,6 +406,7 @@ def test_a_policy_can_be_told_how_good_to_be(checkpoint: Path, tmp_path: Path) -
     _, lines, _ = run(dataclasses.replace(config, algorithm=algorithm, steps=2))
     assert lines[1]["weight_mean"] == 1
     assert lines[1]["practice/episodes"] == 32
+    assert lines[1]["learning/label_distance"] > 1e-4, "guidance has something to go by"
     assert lines[-1]["evaluation/sampled"] > lines[0]["evaluation/sampled"]
     assert any(event["event"].startswith("auto-tune") for event in events_of(config))
 
@@ -417,7 +418,7 @@ def test_how_far_it_went_is_measured_by_the_prompts_it_acted_by(
     seen: list[np.ndarray] = []
 
     def noticing(batch: RiptBatch, where: Any) -> RiptBatch:
-        if batch.actions.ndim == 3:  # not stacked, so not to learn from
+        if batch.actions.ndim == 3 and batch.unlabelled is None:  # not to learn from, nor to tell labels apart
             seen.append(np.unique(batch.observations.tokenized_prompt, axis=0))
         return to_devices(batch, where)
 

@@ -184,6 +184,18 @@ class Ript:
         """Mean |v − v_behaviour|² over executed steps: how far the policy has gone from the one that acted."""
         return velocity_distance(self.model, self.raw_params(state), behaviour, batch, key)
 
+    def told_apart(self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray) -> Float[Array, ""]:
+        """Mean |v − v_unlabelled|² over executed steps: how much of a difference the batch's labels make."""
+        assert batch.unlabelled is not None
+        actions, model = jnp.asarray(batch.actions), bind(self.model, self.raw_params(state))
+        noise, time = draw_noise_and_time(key, actions.shape)
+        told, untold = (
+            velocity_between(model, observations, actions, noise, time)
+            for observations in (batch.observations, asked_by(batch.observations, *batch.unlabelled))
+        )
+        apart = jnp.mean(jnp.square(told - untold), axis=-1)
+        return weighted_flow_loss(apart, jnp.asarray(batch.valid), jnp.ones(len(actions)))
+
     def raw_params(self, state: RiptState) -> Params:
         """What the optimiser last wrote."""
         return self.policy.raw_params(state.policy)

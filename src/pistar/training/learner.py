@@ -50,8 +50,10 @@ class Lesson:
     advantage: float
     told: Chunks | None = None
     """Where labels are learnt: the same, told how it went …"""
+    asked: Chunks | None = None
+    """… asked for good actions …"""
     acted: Chunks | None = None
-    """… and with the prompts the policy acted by."""
+    """… and as the policy was asked when it acted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Learner:
         self._dispatch = in_step("the update", jax.jit(dispatch, donate_argnums=0, out_shardings=(where, None)))
         self._restart = in_step("a restart", jax.jit(agent.restarted, donate_argnums=0, out_shardings=where))
         self._drift = in_step("the drift", jax.jit(agent.drift))
+        self._told_apart = in_step("the labels", jax.jit(agent.told_apart))
         self._norm = in_step("the norm", jax.jit(lambda state: optax.tree.norm(state.policy.trained)))
         self._copy = jax.jit(copied)
         self._gather = in_step("the policy that acts", jax.jit(copied, out_shardings=everywhere(run.mesh)))
@@ -164,9 +167,10 @@ class Learner:
         lessons = lessons or [Lesson(self._blank(), 0.0)]
         chunks = join([lesson.chunks for lesson in lessons])
         # How far it goes is seen where it acted: by labels it has yet to learn, any policy changes out of all bounds.
-        told, acted = None, chunks
+        told, asked, acted = None, None, chunks
         if self._labels is not None:
             told = with_prompts_of(chunks, [lesson.told or lesson.chunks for lesson in lessons])
+            asked = with_prompts_of(chunks, [lesson.asked or lesson.chunks for lesson in lessons])
             acted = with_prompts_of(chunks, [lesson.acted or lesson.chunks for lesson in lessons])
         advantages = np.concatenate([np.full(len(each.chunks), each.advantage, np.float32) for each in lessons])
         rows = (config.batch_size - self._run.demonstrated) // len(counts)
@@ -179,6 +183,7 @@ class Learner:
         picks = _picks(np.random.default_rng([config.seed, iteration, 2**20]), count, rows, most)
         window: Window = {}
         probe: RiptBatch | None = None
+        labels: RiptBatch | None = None
         made, drift = 0, 0.0
         looks = max(1, calls // 10)
         before = int(state.policy.step)  # asked once: the device works on one call while the next is made ready
@@ -189,8 +194,10 @@ class Learner:
             ]
             if probe is None:
                 first = batches[0] if told is None else self._batch(acted, advantages, picked[0], rows, before)
-                own = np.asarray(first.valid) & ~np.asarray(first.demonstration)[:, None]
-                probe = to_devices(dataclasses.replace(first, valid=own), over_rows(self._run.mesh))
+                probe = self._own_part(first)
+                if asked is not None:
+                    plain, good = (self._batch(each, advantages, picked[0], rows, before) for each in (chunks, asked))
+                    labels = self._own_part(dataclasses.replace(good, unlabelled=prompts_of(plain.observations)))
             keys = jax.vmap(lambda at: jax.random.fold_in(key, at))(made + jnp.arange(len(batches)))
             stacked = jax.tree.map(lambda *each: np.stack(each), *batches)
             stacked = to_devices(stacked, over_rows(self._run.mesh, stacked=True))
@@ -208,7 +215,14 @@ class Learner:
             "learning/weight_norm": float(self._norm(state)),
             "time/learning_seconds": time.monotonic() - since,
         }
+        if labels is not None:
+            learnt["learning/label_distance"] = float(self._told_apart(state, labels, chance(config, 4)))
         return state, window, learnt
+
+    def _own_part(self, batch: RiptBatch) -> RiptBatch:
+        """What it practised of a batch, on the devices."""
+        own = np.asarray(batch.valid) & ~np.asarray(batch.demonstration)[:, None]
+        return to_devices(dataclasses.replace(batch, valid=own), over_rows(self._run.mesh))
 
     def lessons(self, kept: Sequence[Kept], iteration: int) -> list[Lesson]:
         """What an iteration learns from, of what was just kept or of the best so far."""
@@ -225,9 +239,10 @@ class Learner:
         """Where labels are learnt, with what its chunks say of it then."""
         if self._labels is None:
             return lesson
-        good: Label = "positive" if lesson.advantage > 0 else "negative"
-        told, acted = (self._labels.write(lesson.chunks, of.instruction, each) for each in (good, of.asked))
-        return dataclasses.replace(lesson, told=told, acted=acted)
+        went: Label = "positive" if lesson.advantage > 0 else "negative"
+        ways: tuple[Label, ...] = went, "positive", of.asked
+        told, asked, acted = (self._labels.write(lesson.chunks, of.instruction, label) for label in ways)
+        return dataclasses.replace(lesson, told=told, asked=asked, acted=acted)
 
     def _blank(self) -> Chunks:
         """A chunk for the rows of a host that has nothing to learn from."""
