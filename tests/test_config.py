@@ -2,10 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, LoraConfig, Pi0Config, SiglipConfig
+from pistar.config import (
+    AcrlpdConfig,
+    CriticConfig,
+    GemmaConfig,
+    LoraConfig,
+    Pi0Config,
+    SiglipConfig,
+    check_writable,
+)
 from pistar.errors import UserError
 from pistar.presets import MODELS
 
@@ -101,3 +110,13 @@ def test_presets_have_openpis_lengths() -> None:
     assert {config.action_horizon for name, config in MODELS.items() if "tiny" not in name} == {50}
     assert MODELS["pi05_lora"].model_type == "pi05"
     assert MODELS["pi0"].image_tokens == 256
+
+
+def test_a_place_nothing_can_be_written_to_is_refused_and_one_that_can_be_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for fine in (tmp_path / "new" / "deep", tmp_path, tmp_path / "file"):
+        check_writable("--out", fine)
+    for broken in (tmp_path / "file" / "below", Path("/proc/deep/out")):
+        with pytest.raises(UserError, match=rf"--out is {broken}, which cannot be written \(.+\); name another place"):
+            check_writable("--out", broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

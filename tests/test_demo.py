@@ -41,6 +41,9 @@ def test_the_demo_runs_through_and_goes_on_where_it_was(
     with pytest.raises(SystemExit):
         main(["demo", "--quick", "--out", str(out), "--seed", "1"])
     assert "holds a demo with seed 0; choose another --out" in capsys.readouterr().err.replace("\n", " ")
+    with pytest.raises(SystemExit):
+        main(["demo", "--quick", "--out", "/proc/demo"])
+    assert "--out is /proc/demo, which cannot be written" in capsys.readouterr().err.replace("\n", " ")
 
     # With nothing learnt, pretend there was a success to film: it does not come again, and nothing is shown for it.
     won = (out / "acrlpd.json").read_text().replace('"success": false', '"success": true', 1)

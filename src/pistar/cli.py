@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -108,7 +109,9 @@ def presets() -> None:
         vision = f"{config.vision.width} × {config.vision.depth}"
         chunk = f"{config.action_horizon} × {config.action_dim}"
         table.add_row(name, config.model_type, *experts, vision, str(config.image_size), chunk)
-    runs = Table(Column("train", no_wrap=True), "robot", "model", "chunk", "critics", "N", "γ", "batch", "steps")
+    heads = ("train", "robot", "model", "chunk", "critics", "N", "γ", "batch", "steps")
+    # Narrow enough for 80 columns: a number that is cut off is another number.
+    runs = Table(*(Column(head, overflow="fold") for head in heads), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, run in PRESETS.items():
         rl = run.algorithm if isinstance(run.algorithm, AcrlpdConfig) else None
         critics = "" if rl is None else f"{rl.critic.ensemble} × {len(rl.critic.hidden)}·{rl.critic.hidden[0]}"

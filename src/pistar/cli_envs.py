@@ -1,7 +1,6 @@
 """The commands that act in simulators: `pistar eval` and `pistar data collect`."""
 
 import contextlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from pistar.config import check_seed
+from pistar.config import check_seed, check_writable
 from pistar.data.words import counted
 from pistar.errors import UserError
 
@@ -94,14 +93,14 @@ def evaluate(
     find_tasks(env)  # before anything is loaded
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out is {out}; an evaluation is a JSON file: name FILE.json.")
-    _check_writable("--out", out)
+    check_writable("--out", out)
     if against is not None and against.resolve() == out.resolve():
         raise UserError(f"--against and --out are both {out}; it would be written over before it is compared with.")
     _check_numbers(seed, video)
     if save_dataset is not None and save_dataset.exists():
         raise UserError(f"--save-dataset {save_dataset} exists already; datasets are never written over.")
     if save_dataset is not None:
-        _check_writable("--save-dataset", save_dataset)
+        check_writable("--save-dataset", save_dataset)
     if against is not None and not against.exists():
         raise UserError(f"--against {against} does not exist; name a checkpoint or a JSON file of pistar eval.")
     second = load_evaluation(against) if against is not None and against.suffix == ".json" else None
@@ -268,7 +267,7 @@ def collect(
         check_expert(env)
     if out.exists():
         raise UserError(f"{out} exists already; datasets are never written over: choose another name.")
-    _check_writable("OUT", out)
+    check_writable("OUT", out)
     options = EnvOptions(cameras=cameras, image_size=image_size, shadows=shadows, limit=limit)
     setting = Setting(env, episodes, starts, None, environments, workers, options, seed, hang_after=hang_after)
     if policy is not None:
@@ -353,16 +352,6 @@ def _check_numbers(seed: int, video: int = 0) -> None:
     check_seed(seed, "--seed")
     if video < 0:
         raise UserError(f"--video is {video}; give a whole number from 0 up.")
-
-
-def _check_writable(name: str, out: Path) -> None:
-    """Before the first episode: what took hours and cannot be written is lost."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"{name} is {out}, which cannot be written ({error.strerror}); name another place.") from error
 
 
 def _label(path: str | Path) -> str:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import tempfile
+from pathlib import Path
 from typing import Literal, get_args
 
 from pistar.errors import UserError
@@ -324,6 +326,16 @@ def check_seed(seed: int, name: str = "seed") -> None:
     """Refuse what is no seed everywhere: JAX, NumPy and simulators take 32 bits."""
     if not 0 <= seed < 2**32:
         raise UserError(f"{name} is {seed}; give a whole number from 0 up, below 2³².")
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Refuse a place nothing can be written to, before the work of hours that would be lost. Leaves nothing there."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there.parent if there == path and there.is_file() else there):
+            pass
+    except OSError as error:
+        raise UserError(f"{name} is {path}, which cannot be written ({error.strerror}); name another place.") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
 
-from pistar.config import AcrlpdConfig
+from pistar.config import AcrlpdConfig, check_writable
 from pistar.data.frames import progress_bar
 from pistar.data.robots import find_robot
 from pistar.data.words import counted
@@ -204,6 +204,7 @@ def _claim(out: Path, seed: int, budget: Budget) -> None:
     if settings.exists() and (theirs := json.loads(settings.read_text(encoding="utf-8"))) != ours:
         different = ", ".join(f"{name} {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name])
         raise UserError(f"{out} holds a demo with {different}; choose another --out, or delete it.")
+    check_writable("--out", out)
     out.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps(ours) + "\n", encoding="utf-8")
 

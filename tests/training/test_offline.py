@@ -322,6 +322,8 @@ def test_a_dry_run_checks_everything_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_not_touched(finished: Path, cache: Path) -> None:
     config = small_run(finished.parent, cache)
+    with pytest.raises(UserError, match=r"The run's folder is /proc/.*, which cannot be written"):
+        quietly(dataclasses.replace(config, runs=Path("/proc/runs")), dry_run=True)
     with pytest.raises(UserError, match="holds a run at step 12; go on with it by --resume"):
         quietly(config)
     with pytest.raises(UserError, match="holds a run at step 12; go on with it by --resume"):

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from pistar.agents.acrlpd import AcrlpdState
 from pistar.agents.flow_bc import FlowBC, FlowBCState
+from pistar.config import check_writable
 from pistar.data.frames import cache_home
 from pistar.errors import UserError
 from pistar.tables import to_table
@@ -223,6 +224,7 @@ def _print_tree(state: object, run: Run, console: Console) -> None:
 def claim_folder(config: RLTrainConfig, console: Console, *, resume: bool, overwrite: bool) -> int | None:
     """The step to go on from; nothing for a new run."""
     folder = config.folder
+    check_writable("The run's folder", folder)
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them.")
     steps = saved_steps(folder / "checkpoints")
