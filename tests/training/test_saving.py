@@ -14,7 +14,7 @@ from pistar.data.norm_stats import load_norm_stats, norm_stats_hash
 from pistar.data.robots import find_robot
 from pistar.training.checkpoints import read_params
 from pistar.training.contract import Contract
-from pistar.training.saving import Parts, Saver, restore, sort_leaves
+from pistar.training.saving import Parts, Saver, _why_not_written, restore, sort_leaves
 from pistar.training.sharding import make_mesh, state_sharding
 
 import goldens
@@ -63,3 +63,16 @@ def test_frozen_weights_are_written_once_and_both_kinds_of_weights_are_whole(
     shapes = jax.eval_shape(lambda: state)
     back, _ = restore(tmp_path / "run", 3, shapes, state_sharding(shapes, make_mesh()), sort)
     jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Error writing /run/d/1 in OCDBT database: File too large [os_error_code='27'] [source locations='file_util.cc']",
+        "Error writing [tensorstore_spec='{\"open\":true}'] [os_error_code='27'] [os_error_name='EFBIG']",
+    ],
+)
+def test_of_all_that_tensorstore_says_the_systems_word_is_told(said: str) -> None:
+    assert _why_not_written(ValueError(said)) == "File too large"
+    assert _why_not_written(ValueError("another bug of ours")) is None
+    assert _why_not_written(OSError(28, "No space left on device")) == "No space left on device"

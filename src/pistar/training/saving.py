@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -156,8 +157,8 @@ def _why_not_written(error: OSError | ValueError) -> str | None:
     """The system's word. TensorStore hands it on in a ValueError, with everything it was doing; others are our bugs."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    found = re.search(r"([^:]*) \[os_error_code='\d+'", str(error))
-    return None if found is None else found[1].strip()
+    found = re.search(r"\[os_error_code='(\d+)'", str(error))
+    return None if found is None else os.strerror(int(found[1]))
 
 
 def saved_steps(folder: Path) -> list[int]:
