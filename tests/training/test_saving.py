@@ -68,7 +68,7 @@ def test_frozen_weights_are_written_once_and_both_kinds_of_weights_are_whole(
 @pytest.mark.parametrize(
     "said",
     [
-        "Error writing /run/d/1 in OCDBT database: File too large [os_error_code='27'] [source locations='file_util.cc']",
+        "Error writing /run/d/1 in OCDBT database: File too large [os_error_code='27']",
         "Error writing [tensorstore_spec='{\"open\":true}'] [os_error_code='27'] [os_error_name='EFBIG']",
     ],
 )
