@@ -148,7 +148,7 @@ def learner(practising: Practising) -> Iterator[AcrlpdLearner]:
 
 def fill(learner: AcrlpdLearner, episodes: Sequence[Episode]) -> ChunkBatch:
     """Take them in; some batches after, own rows only."""
-    assert learner.lessons([list(episodes)], 0) == sum(len(episode.actions) for episode in episodes)
+    assert learner.lessons([list(episodes)]) == sum(len(episode.actions) for episode in episodes)
     batches = [learner.loader.sample_batch(update) for update in range(6)]
     batch = jax.tree.map(lambda *rows: np.concatenate([np.asarray(each) for each in rows]), *batches)
     own = batch.observations.state[:, 9] < 1
@@ -227,7 +227,7 @@ def test_half_of_a_batch_is_own_as_soon_as_there_is_enough(practising: Practisin
     assert [own_rows(step) for step in range(3)] == [0, 0, 0]
     count = 0
     for episode in practising.episodes:
-        learner.lessons([[episode]], 0)
+        learner.lessons([[episode]])
         count += len(episode.actions)
         assert own_rows(count) == (32 if count >= 100 else 0), "of 64"
     assert count > 100
@@ -235,7 +235,7 @@ def test_half_of_a_batch_is_own_as_soon_as_there_is_enough(practising: Practisin
 
 def test_the_buffer_holds_the_newest_that_fit(practising: Practising, learner: AcrlpdLearner) -> None:
     for _ in range(5):
-        learner.lessons([practising.episodes], 0)
+        learner.lessons([practising.episodes])
     assert 500 - LIMIT < len(learner.replay) <= 500
     newest = [len(kept.actions) for kept in learner.replay.contents()][-24:]
     assert newest == [len(episode.actions) for episode in practising.episodes]
@@ -252,7 +252,7 @@ def test_critic_first_then_policy_and_gradients_that_are_not_finite_change_nothi
     practising: Practising, learner: AcrlpdLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = jax.tree.map(np.asarray, practising.state)  # the updates use theirs up
-    learner.lessons([practising.episodes], 0)
+    learner.lessons([practising.episodes])
     warm, window, learnt = learner.learn(jax.tree.map(jax.numpy.array, state), 10, 0, Stride())
     assert (learnt["learning/updates"], learnt["learning/own_share"], learnt["learning/drift"]) == (40, 0.5, 0)
     assert not changed(warm.policy.trained, state.policy.trained), "40 updates of warm-up"
@@ -286,7 +286,7 @@ def test_updates_go_by_the_steps_that_were_done_where_their_number_is_not_given(
     online = dataclasses.replace(config.online, updates=None, epochs=1.0)
     run = dataclasses.replace(learner._run, config=dataclasses.replace(config, online=online))
     monkeypatch.setattr(learner, "_run", run)
-    learner.lessons([practising.episodes], 0)
+    learner.lessons([practising.episodes])
     state = jax.tree.map(jax.numpy.copy, practising.state)
     assert learner.learn(state, 320, 0, Stride())[2]["learning/updates"] == 10
 

@@ -75,7 +75,8 @@ class RiptBatch:
     demonstration: Bool[AnyArray, " b"]
     """Imitated with weight 1, whatever their advantage."""
     unlabelled: Prompts | None = None
-    """Where prompts have labels and there is an anchor: without. Its reference has never been told of labels."""
+    """Where prompts have labels: without, for the anchor's reference, which has never been told of any, and to see what
+    difference they make."""
 
 
 @pytree

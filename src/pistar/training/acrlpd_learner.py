@@ -144,9 +144,8 @@ class AcrlpdLearner:
 
     # --- Learning -----------------------------------------------------------------------------------------------------
 
-    def lessons(self, kept: Sequence[list[Episode]], iteration: int) -> int:
+    def lessons(self, kept: Sequence[list[Episode]]) -> int:
         """Take all episodes in; how many steps they had, on all hosts."""
-        del iteration
         episodes = list(itertools.chain.from_iterable(kept))
         for episode in episodes:
             self.replay.add(episode)

@@ -224,7 +224,7 @@ class Learner:
         own = np.asarray(batch.valid) & ~np.asarray(batch.demonstration)[:, None]
         return to_devices(dataclasses.replace(batch, valid=own), over_rows(self._run.mesh))
 
-    def lessons(self, kept: Sequence[Kept], iteration: int) -> list[Lesson]:
+    def lessons(self, kept: Sequence[Kept]) -> list[Lesson]:
         """What an iteration learns from, of what was just kept or of the best so far."""
         if self._run.config.online.replay == "best":
             for each in kept:

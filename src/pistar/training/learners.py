@@ -33,7 +33,7 @@ class OnlineLearner(Protocol[State, Kept, Lessons]):
         """An iteration's rollouts. May run beside `learn`, so it changes nothing that is learnt from."""
         ...
 
-    def lessons(self, kept: Sequence[Kept], iteration: int) -> Lessons:
+    def lessons(self, kept: Sequence[Kept]) -> Lessons:
         """What an iteration learns from, now that this was kept."""
         ...
 

@@ -131,7 +131,7 @@ def train(
                     done = ahead.result() if ahead else learner.practise(learner.behaviour(state, iteration), iteration)
                 _tell_of_faults(events, iteration, done.faults, "group")
                 done.measured["practice/policy_age"] = float(iteration - done.version)
-                lessons = learner.lessons(done.kept, iteration)
+                lessons = learner.lessons(done.kept)
                 done = dataclasses.replace(done, kept=())  # theirs now, to keep or to forget
                 known = practice.starts.copy_of_known()  # as learnt from so far, whoever practises meanwhile
                 ahead = None
