@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test coverage lint bench setup graphics lock clean
+.PHONY: demo test coverage lint docs bench setup graphics lock clean
 
 setup: .venv/ready
 
@@ -28,7 +28,8 @@ graphics:
 demo: setup
 	$(BIN)/pistar demo --out demo
 
-test: setup
+# Lint and types, the site built strictly, then the suite.
+test: lint docs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Counting lines makes the tests a third longer, so it is asked for.
@@ -39,6 +40,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into site/. A warning or a dead link ends it. The variable silences Material's announcement of its successor.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/check_site.py site
 
 bench: setup
 	$(BIN)/python benchmarks/prefix_sharing.py
@@ -57,4 +63,4 @@ lock: setup
 		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --output-file requirements.lock
 
 clean:
-	rm -rf .venv .cache demo quick_demo ript_demo quick_ript_demo
+	rm -rf .venv .cache site demo quick_demo ript_demo quick_ript_demo

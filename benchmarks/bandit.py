@@ -1,11 +1,11 @@
-"""RIPT's weightings on a bandit whose best policy is known: which find it, and which run away?
+"""RIPT's weightings on a bandit whose best policy is known: which of them find it, and which diverge?
 
-    python benchmarks/bandit.py [--out docs/bandit.svg]
+    python benchmarks/bandit.py [--out docs/images/bandit.svg]
 
-One state and two arms, 1 and −1. A small π₀ has learnt to play both, half and half, and only 1 is paid: the best policy
-always does 1. It learns from its own plays, 32 groups of 8 at a time, for 300 updates: with fresh plays every 25, and,
-to see what an objective wants when nobody stops it, from the first plays alone. Draws both. A minute; the tests play it
-too.
+One state and two arms, 1 and −1. A small π₀ has learnt to play both equally often, and only 1 is paid: the best policy
+always plays 1. It learns from its own plays, 32 groups of 8 at a time, for 300 updates: with new plays every 25
+updates, and from its first plays alone, which shows where an objective leads in the end. Draws both. Takes a minute;
+the tests use it too.
 """
 
 import argparse
@@ -22,10 +22,13 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
+from pistar.agents.config import RiptConfig, Weighting
 from pistar.agents.flow_bc import FlowBC
-from pistar.agents.ript import Label, Ript, RiptBatch, RiptState, chunk_weights, group_advantages
-from pistar.config import GemmaConfig, Pi0Config, RiptConfig, SiglipConfig, Weighting
-from pistar.models.pi0 import Params, bind
+from pistar.agents.prompt_labels import Label
+from pistar.agents.ript import Ript, RiptBatch, RiptState, chunk_weights, group_advantages
+from pistar.agents.sampling import Guidance, draw_noise, sample_chunks
+from pistar.models.config import GemmaConfig, Pi0Config, SiglipConfig
+from pistar.models.pi0 import Params, bind, init_params
 from pistar.report.charts import curve_chart
 from pistar.types import Observation, PolicyBatch
 
@@ -44,15 +47,15 @@ MODEL = Pi0Config(
     remat="none",
 )
 PROMPTS: dict[Label, int] = {"none": 1, "positive": 2, "negative": 3}
-"""A token for each label, as a tokenizer would make of `labelled`."""
+"""A token for each label, in place of a tokenizer."""
 GROUPS, K = 32, 8
 PLAYED = GROUPS * K
 UPDATES, ROUND = 300, 25
-"""In all, and those after which it plays again."""
+"""Updates in all, and in a round, after which it plays again."""
 
 
 def observation(labels: list[Label]) -> Observation:
-    """The one there is, told how it goes."""
+    """The one observation there is, with each of these labels in the prompt."""
     size = len(labels)
     tokens = np.array([[0, PROMPTS[label]] for label in labels], np.int32)
     return Observation(
@@ -65,26 +68,28 @@ def observation(labels: list[Label]) -> Observation:
 
 
 def settings(weighting: Weighting = "positive", **changes: Any) -> RiptConfig:  # noqa: ANN401  # its fields
-    """As RIPT has it, but for these; there is nothing to augment and nothing to average."""
-    return dataclasses.replace(RiptConfig(weighting, augmentation=False, ema_decay=None), **changes)
+    """RIPT's settings without augmentation and without an average of the weights; `changes` are of its fields."""
+    return dataclasses.replace(RiptConfig(weighting=weighting, augmentation=False, ema_decay=None), **changes)
 
 
 @functools.cache
 def imitator() -> Params:
-    """Both arms, as often."""
-    agent = FlowBC(MODEL, optax.adam(3e-3), None, augmentation=False)
+    """A policy that has learnt to play both arms equally often."""
+    agent, size = FlowBC(MODEL, optax.adam(3e-3), None, augmentation=False), 128
     rng = np.random.default_rng(0)
 
-    def demonstrations() -> PolicyBatch:
-        arms = rng.choice([-1.0, 1.0], (128, 1, 1)) * np.ones((128, 2, 2)) + 0.05 * rng.normal(size=(128, 2, 2))
-        labels: list[Label] = ["none"] * 128
-        return PolicyBatch(
-            observation(labels), arms.astype(np.float32), np.ones((128, 2), bool), np.ones(128, np.float32)
-        )
+    def demonstrations() -> np.ndarray:
+        arms = rng.choice([-1.0, 1.0], (size, 1, 1)) * np.ones((size, 2, 2)) + 0.05 * rng.normal(size=(size, 2, 2))
+        return arms.astype(np.float32)
 
-    state, update = agent.init(jax.random.key(1)), jax.jit(agent.update)
+    labels: list[Label] = ["none"] * size
+    batch = PolicyBatch(observation(labels), demonstrations(), np.ones((size, 2), bool), np.ones(size, np.float32))
+    batch = jax.device_put(batch)
+    state = agent.init_from(init_params(MODEL, jax.random.key(1)), jax.random.key(0))
+    update = jax.jit(agent.update)
     for i in range(400):
-        state, _ = update(state, demonstrations(), jax.random.key(i))
+        state, _ = update(state, batch, jax.random.key(i))
+        batch = dataclasses.replace(batch, actions=demonstrations())
     return state.trained
 
 
@@ -93,55 +98,62 @@ def _player() -> Callable[..., Array]:
     @jax.jit
     def play(params: Params, key: Array, asked: Observation, plain: Observation, guidance: Array) -> Array:
         model = bind(MODEL, params)
-        noise = jax.random.normal(key, (PLAYED, 2, 2))
-        return model.sample(model.encode(asked), noise, num_steps=5, away_from=model.encode(plain), guidance=guidance)
+        guided = Guidance(model.encode(plain), guidance)
+        noise = draw_noise(key, MODEL, PLAYED)
+        return sample_chunks(MODEL, params, model.encode(asked), noise, steps=5, guidance=guided)
 
     return play
 
 
 def plays(params: Params, seed: int, label: Label = "none", guidance: float = 1.0) -> np.ndarray:
-    """All groups', asked for by this label."""
+    """What the policy plays in all groups, if the prompt has this label."""
     asked, plain = (observation([each] * PLAYED) for each in (label, "none"))
     return np.asarray(_player()(params, jax.random.key(seed), asked, plain, jnp.float32(guidance)))
 
 
 def paid(chunks: np.ndarray) -> np.ndarray:
-    """1 where both steps do 1 in both numbers."""
+    """1 for plays of arm 1: both steps are near 1 in both numbers."""
     hits: np.ndarray = (np.abs(chunks - 1) < 0.5).all(axis=(1, 2))
     return hits.astype(np.float32)
 
 
 @functools.cache
 def _trainer(anchor: float) -> tuple[Ript, Callable[..., tuple[RiptState, dict[str, Array]]]]:
-    """Given weights for advantages, which `signed` takes as they are: one program does for every weighting."""
+    """An agent and its compiled update, for every weighting.
+
+    Its weighting is `signed`, which takes advantages as they are: batches hold the chunks' weights in their place.
+    """
     agent = Ript(MODEL, settings("signed", anchor=anchor), optax.adam(1e-3))
     return agent, jax.jit(agent.update)
 
 
 def post_train(ript: RiptConfig, *, fresh: bool = True) -> Iterator[tuple[Params, float]]:
-    """The policy after every 25 updates, and its weighted flow loss. `fresh`: it then learns from what it does now;
-    otherwise from its first plays for good."""
+    """The policy after each round of 25 updates, and its weighted flow loss.
+
+    With `fresh` every round learns from new plays of the policy; otherwise all rounds learn from its first plays.
+    """
     agent, update = _trainer(ript.anchor)
-    state = agent.init_from(imitator())
+    state = agent.init_from(imitator(), jax.random.key(0))
     rng = np.random.default_rng(1)
-    data = None
-    for made in range(0, UPDATES, ROUND):
-        if data is None or fresh:
-            asked: Label = "positive" if ript.weighting == "cfg" and made else "none"
-            data = _lesson(ript, plays(agent.raw_params(state), 100 + made // ROUND, asked), rng)
+    batch = None
+    for done in range(0, UPDATES, ROUND):
+        if batch is None or fresh:
+            asked: Label = "positive" if ript.weighting == "cfg" and done else "none"
+            chunks = plays(agent.raw_params(state), 100 + done // ROUND, asked)
+            batch = jax.device_put(_weighted_batch(ript, chunks, rng))
         metrics: dict[str, Array] = {}
-        for i in range(made, made + ROUND):
-            state, metrics = update(state, data, jax.random.key(i))
+        for i in range(done, done + ROUND):
+            state, metrics = update(state, batch, jax.random.key(i))
         yield agent.raw_params(state), float(metrics["flow_loss"])
 
 
-def _lesson(ript: RiptConfig, chunks: np.ndarray, rng: np.random.Generator) -> RiptBatch:
+def _weighted_batch(ript: RiptConfig, chunks: np.ndarray, rng: np.random.Generator) -> RiptBatch:
     advantages = group_advantages(ript, paid(chunks).reshape(GROUPS, K)).reshape(-1)
     labels: list[Label] = ["none"] * PLAYED
     if ript.weighting == "cfg":
-        told = rng.random(PLAYED) >= ript.label_dropout  # the others are told nothing: what guidance starts from
+        labelled = rng.random(PLAYED) >= ript.label_dropout  # guidance needs chunks without a label, too
         kinds: list[Label] = ["none", "positive", "negative"]
-        labels = [kinds[int(np.sign(a)) if t else 0] for a, t in zip(advantages, told, strict=True)]
+        labels = [kinds[int(np.sign(a)) if own else 0] for a, own in zip(advantages, labelled, strict=True)]
     return RiptBatch(
         observation(labels),
         chunks,
@@ -159,17 +171,17 @@ COMPARED: dict[str, tuple[RiptConfig, Label, float]] = {
     "signed, no anchor": (settings("signed", anchor=0.0), "none", 1.0),
     "signed, anchor 1": (settings("signed", anchor=1.0), "none", 1.0),
 }
-"""With each what it is asked for when it is judged, and the guidance."""
+"""Settings of each curve, and the label and guidance with which its policy plays when it is evaluated."""
 
 
 def compare() -> dict[str, dict[str, dict[str, dict[int, float]]]]:
-    """For fresh plays and for one batch: of each weighting, by its updates, how much is paid and how far it goes."""
+    """For new plays and for one batch: by weighting and update, the fraction that is paid and the largest action."""
     found: dict[str, dict[str, dict[str, dict[int, float]]]] = {}
     for way in ("fresh", "one batch"):
         for name, (ript, label, guidance) in COMPARED.items():
             chunks = {0: plays(imitator(), 0)}
-            for made, (params, _) in enumerate(post_train(ript, fresh=way == "fresh"), 1):
-                chunks[made * ROUND] = plays(params, 0, label, guidance)
+            for rounds, (params, _) in enumerate(post_train(ript, fresh=way == "fresh"), 1):
+                chunks[rounds * ROUND] = plays(params, 0, label, guidance)
             found.setdefault(way, {})[name] = {
                 "paid": {at: float(paid(each).mean()) for at, each in chunks.items()},
                 "farthest": {at: float(np.abs(each).max()) for at, each in chunks.items()},
@@ -178,22 +190,22 @@ def compare() -> dict[str, dict[str, dict[str, dict[int, float]]]]:
 
 
 def main() -> None:
-    """Play, draw, and print a JSON line."""
+    """Compare the weightings, draw the curves, and print a JSON line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, help="for the picture")
+    parser.add_argument("--out", type=Path, help="file of the chart")
     out = parser.parse_args().out
     found = compare()
     if out is not None:
         panels = {
-            f"share of plays that are paid; fresh ones every {ROUND} updates": ("fresh", "paid"),
-            "largest action; the first plays for good": ("one batch", "farthest"),
+            f"fraction of plays that are paid; new plays every {ROUND} updates": ("fresh", "paid"),
+            "largest action; only the first plays": ("one batch", "farthest"),
         }
-        picture = curve_chart(
-            {told: {name: one[what] for name, one in found[way].items()} for told, (way, what) in panels.items()},
+        chart = curve_chart(
+            {title: {name: one[what] for name, one in found[way].items()} for title, (way, what) in panels.items()},
             title="RIPT's weightings on a bandit: two arms, 1 and −1, of which 1 is paid",
             across="updates",
         )
-        out.write_text(picture, encoding="utf-8")
+        out.write_text(chart, encoding="utf-8")
     last = {
         way: {name: {what: round(each[UPDATES], 2) for what, each in one.items()} for name, one in ways.items()}
         for way, ways in found.items()

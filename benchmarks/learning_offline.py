@@ -1,20 +1,20 @@
-"""Does ACRLPD learn what imitation cannot? A simulated arm, data of mixed quality, policies with the same budget.
+"""Does ACRLPD learn what imitation cannot? A simulated arm, data of mixed quality, the same budget for all policies.
 
     python benchmarks/learning_offline.py --out FOLDER [--seeds 1 2 3 4 5] [--only METHOD …]
     python benchmarks/learning_offline.py --quick
 
-TAKES LONG: about 40 minutes of one core for each seed. What is done is kept in --out, and a killed run goes on from
-there; several may share a folder, each with other seeds or methods (--only). Needs the extra `metaworld`.
+TAKES LONG: about 40 minutes of one core for each seed. Results are kept in --out, and a stopped run continues from
+there; several processes may share a folder, each with other seeds or methods (--only). Needs the extra `metaworld`.
 
-The data: 200 episodes of Meta-World's pick-place-v3, none of them clean. Its scripted expert acts in segments of 6 to
-14 steps, and three of four segments are spoilt: a constant random action, a gripper forced open, an object or a goal
-believed to be 6 to 12 cm from where it is. A quarter of the episodes succeed all the same. So failures hold good
-segments and successes bad ones, and whoever wants a good policy has to tell them apart.
+The data: 200 episodes of Meta-World's pick-place-v3 with deliberate errors. Its scripted expert acts in segments of 6
+to 14 steps, and three of four segments are corrupted: a constant random action, a gripper forced open, an object or a
+goal assumed 6 to 12 cm from where it is. A quarter of the episodes still succeed. So failures contain good segments and
+successes bad ones, and a good policy has to distinguish them.
 
-The policies: one small π₀ (no pictures, 17 numbers of state, chunks of 5 steps executed open loop), in π₀'s own code,
-trained by `FlowBC` on everything, on successes only, three times as long, and by `Acrlpd`. As many policy updates for
-each: ACRLPD begins with BC, and its first updates count. Settings were chosen on seed 0, which is not reported.
-Success is Meta-World's own flag within 200 steps, on 100 tasks no episode was collected on.
+The policies: one small π₀ (no images, 17 numbers of state, chunks of 5 steps executed open loop), in π₀'s own code,
+trained by `FlowBC` on everything, on successes only, and three times as long, and by `Acrlpd`. All have the same number
+of policy updates: ACRLPD begins with BC, and these updates count. Settings were chosen on seed 0, which is not
+reported. Success is Meta-World's own flag within 200 steps, on 100 tasks that are not in the data.
 """
 
 import argparse
@@ -40,20 +40,24 @@ from metaworld.policies.sawyer_pick_place_v3_policy import SawyerPickPlaceV3Poli
 from metaworld.types import Task
 
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
+from pistar.agents.base import initial_key
+from pistar.agents.config import AcrlpdConfig
 from pistar.agents.flow_bc import FlowBC
-from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, Pi0Config, SiglipConfig
-from pistar.data.chunks import WindowOptions
+from pistar.agents.sampling import draw_noise
+from pistar.data.chunk_source import ChunkSource, ModelInputs
 from pistar.data.loader import Loader, Part
 from pistar.data.norm_stats import NormStats, RunningStats
-from pistar.data.replay import Replay
-from pistar.data.rewards import RewardScheme
+from pistar.data.replay import ReplayBuffer
 from pistar.data.robots import Robot, output_transform
-from pistar.data.source import ChunkSource, ModelInputs
-from pistar.models.pi0 import Params
+from pistar.data.windows import WindowOptions
+from pistar.evaluation.stats import wilson
+from pistar.models.config import CriticConfig, GemmaConfig, Pi0Config, SiglipConfig
+from pistar.models.pi0 import Params, init_params
 from pistar.models.tokenizer import load_tokenizer
-from pistar.training.counting import wilson
-from pistar.training.optimizers import AdamWConfig, CosineSchedule, make_optimizer
-from pistar.types import Episode, Observation
+from pistar.optim import AdamWConfig, CosineSchedule, make_optimizer
+from pistar.policy.act import act
+from pistar.policy.critic_selector import CriticSelector
+from pistar.types import Episode, Observation, RewardScheme
 
 LIMIT = 200
 """Steps of an episode."""
@@ -81,24 +85,23 @@ MODEL = Pi0Config(
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How much of everything."""
+    """Numbers of episodes, tasks and updates."""
 
     episodes: int = 200
     tasks: int = 100
     batch: int = 128
     updates: int = 6000
-    """Of each policy; the baselines that train longer have three times as many."""
+    """Updates of each policy; the baselines that train longer have three times as many."""
     imitated: int = 2000
-    """Updates of ACRLPD's policy that are plain BC, before the critic is born; they count."""
+    """Updates of ACRLPD's policy by plain BC, before there is a critic. They count."""
     critic_warmup: int = 3000
-    """Updates of the critic before the policy goes on; they do not touch the policy."""
+    """Updates of the critic alone, before the policy is trained further."""
 
 
-QUICK = Budget(episodes=4, tasks=4, batch=16, updates=10, imitated=5, critic_warmup=5)
+QUICK = Budget(episodes=2, tasks=2, batch=16, updates=4, imitated=2, critic_warmup=2)
 
 AGENT = AcrlpdConfig(
     horizon=CHUNK,
-    action_dims=ROBOT.action_dim,
     gamma=0.98,
     tau=0.01,
     candidates=4,
@@ -112,7 +115,7 @@ AGENT = AcrlpdConfig(
 )
 POLICY_RATE, CRITIC_RATE = 1e-3, 5e-4
 ACTING_STEPS = 10
-"""Euler steps of a policy that acts, whoever trained it. While learning, ACRLPD makes do with fewer."""
+"""Euler steps of every policy that acts. ACRLPD samples with fewer in training."""
 
 METHODS = {
     "bc": "BC",
@@ -133,21 +136,21 @@ ROWS = {
 
 
 class Arm(SawyerPickPlaceEnvV3):
-    """pick-place-v3 without its dense reward and the object's rotation, which nobody here looks at: twice as fast.
+    """pick-place-v3 without its dense reward and the object's rotation, which are not used here: twice as fast.
 
-    What is seen of it and its success flag are the original's, step for step; --quick checks that.
+    Its observations and its success flag are the original's, step for step; every run checks that.
     """
 
     def evaluate_state(self, obs: np.ndarray, action: np.ndarray) -> tuple[float, dict[str, Any]]:
-        """No reward, and whether the object is within 7 cm of the goal."""
+        """Return no reward, and whether the object is within 7 cm of the goal."""
         del action
         return 0.0, {"success": float(np.linalg.norm(obs[4:7] - self._target_pos) <= 0.07)}
 
     def _get_quat_objects(self) -> np.ndarray:
         return np.zeros(4)
 
-    def twin(self) -> "Arm":
-        """Another arm in the same state. Only what moves is copied."""
+    def copied(self) -> "Arm":
+        """Return another arm in the same state. Only its moving parts are copied."""
         other: Arm = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.data = copy.copy(self.data)
@@ -155,7 +158,7 @@ class Arm(SawyerPickPlaceEnvV3):
 
 
 def draw_task(rng: np.random.Generator) -> Task:
-    """Where object and goal are, drawn as Meta-World does."""
+    """Draw the positions of object and goal as Meta-World does."""
     low, high = np.array([-0.1, 0.6, 0.02, -0.1, 0.8, 0.05]), np.array([0.1, 0.7, 0.02, 0.1, 0.9, 0.3])
     while True:
         where = rng.uniform(low, high)
@@ -165,14 +168,14 @@ def draw_task(rng: np.random.Generator) -> Task:
 
 
 def set_up(arm: Arm, task: Task) -> np.ndarray:
-    """Begin a task; its first observation."""
+    """Begin a task, and return its first observation."""
     arm.set_task(task)
     first: np.ndarray = arm.reset()[0]
     return first
 
 
 def check_arm(steps: int = 60) -> None:
-    """Refuse an arm that shows anything else than the original."""
+    """Refuse an arm whose observations differ from the original's."""
     arm, original, rng = Arm(), SawyerPickPlaceEnvV3(), np.random.default_rng(0)
     task = draw_task(rng)
     seen = set_up(arm, task)
@@ -180,9 +183,9 @@ def check_arm(steps: int = 60) -> None:
     original.reset()
     for _ in range(steps):
         action = np.clip(expert_action(seen) + rng.normal(0, 0.1, 4), -1, 1)
-        seen, _, _, _, told = arm.step(action)
-        wanted, _, _, _, wanted_told = original.step(action)
-        if not np.array_equal(seen[SEEN], wanted[SEEN]) or told["success"] != wanted_told["success"]:
+        seen, _, _, _, info = arm.step(action)
+        wanted, _, _, _, wanted_info = original.step(action)
+        if not np.array_equal(seen[SEEN], wanted[SEEN]) or info["success"] != wanted_info["success"]:
             raise AssertionError("the fast arm differs from Meta-World's")
 
 
@@ -190,9 +193,9 @@ def check_arm(steps: int = 60) -> None:
 
 
 def expert_action(observation: np.ndarray) -> np.ndarray:
-    """What Meta-World's script does there."""
+    """The action of Meta-World's script."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of being clipped, which it is meant to be
+        warnings.simplefilter("ignore")  # it warns that actions are clipped, which is intended
         return np.clip(SawyerPickPlaceV3Policy().get_action(observation), -1, 1)
 
 
@@ -200,7 +203,7 @@ Behaviour = Callable[[np.ndarray], np.ndarray]
 
 
 def draw_behaviour(rng: np.random.Generator) -> tuple[Behaviour, bool]:
-    """How the arm acts for a segment, and whether that is bad."""
+    """Draw how the arm acts in a segment, and whether it is corrupted."""
     if rng.random() >= 0.75:
         return expert_action, False
     kind = rng.integers(4)
@@ -208,7 +211,7 @@ def draw_behaviour(rng: np.random.Generator) -> tuple[Behaviour, bool]:
     shift = distance * np.array([np.cos(angle), np.sin(angle)])
     constant = rng.uniform(-1, 1, 4)
 
-    def spoilt(observation: np.ndarray) -> np.ndarray:
+    def corrupted(observation: np.ndarray) -> np.ndarray:
         if kind == 0:
             return constant
         believed = observation.copy()
@@ -219,19 +222,19 @@ def draw_behaviour(rng: np.random.Generator) -> tuple[Behaviour, bool]:
         action = expert_action(believed)
         return np.append(action[:3], -1.0) if kind == 1 else action
 
-    return spoilt, True
+    return corrupted, True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
-    """Episodes, and for each step whether it belongs to a bad segment, which no policy gets to know."""
+    """Episodes, and for each step whether its segment was corrupted, which no policy sees."""
 
     episodes: list[Episode]
     bad: list[np.ndarray]
 
 
 def collect(seed: int, count: int) -> Recorded:
-    """Episodes of the spoilt expert; each action with noise, and stored as executed."""
+    """Collect episodes of the corrupted expert. Actions have noise, and are stored as executed."""
     rng, arm = np.random.default_rng([seed, 0]), Arm()
     episodes, all_bad = [], []
     for _ in range(count):
@@ -240,24 +243,24 @@ def collect(seed: int, count: int) -> Recorded:
         actions: list[np.ndarray] = []
         bad: list[bool] = []
         left, success = 0, False
-        behaviour, spoilt = draw_behaviour(rng)
+        behaviour, corrupted = draw_behaviour(rng)
         while len(actions) < LIMIT and not success:
             if left == 0:
-                behaviour, spoilt = draw_behaviour(rng)
+                behaviour, corrupted = draw_behaviour(rng)
                 left = int(rng.integers(6, 15))
             action = np.clip(behaviour(observation) + rng.normal(0, 0.1, 4), -1, 1)
-            observation, _, _, _, told = arm.step(action)
-            success, left = bool(told["success"]), left - 1
+            observation, _, _, _, info = arm.step(action)
+            success, left = bool(info["success"]), left - 1
             states.append(observation[SEEN])
             actions.append(action)
-            bad.append(spoilt)
+            bad.append(corrupted)
         episodes.append(episode_of(np.array(states, np.float32), np.array(actions, np.float32), success))
         all_bad.append(np.array(bad))
     return Recorded(episodes, all_bad)
 
 
 def episode_of(states: np.ndarray, actions: np.ndarray, success: bool) -> Episode:
-    """As our buffer takes it. Its rewards come from the scheme there."""
+    """An episode as the replay buffer takes it. The buffer computes its rewards."""
     return Episode(
         observations={"state": states},
         actions=actions,
@@ -270,7 +273,7 @@ def episode_of(states: np.ndarray, actions: np.ndarray, success: bool) -> Episod
 
 
 def collect_once(path: Path, seed: int, count: int) -> Recorded:
-    """From the file, where there is one; else collected and written there."""
+    """Read the episodes from the file; if there is none, collect them and write it."""
     if not path.exists():
         made = collect(seed, count)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -287,13 +290,13 @@ def collect_once(path: Path, seed: int, count: int) -> Recorded:
     with np.load(path) as found:
         ends = np.cumsum(found["lengths"])[:-1]
         actions, bad = np.split(found["actions"], ends), np.split(found["bad"], ends)
-        states = np.split(found["states"], ends + np.arange(1, len(ends) + 1))  # one more of these each
+        states = np.split(found["states"], ends + np.arange(1, len(ends) + 1))  # one more state than actions in each
         won = [bool(success) for success in found["success"]]
     return Recorded([episode_of(*parts) for parts in zip(states, actions, won, strict=True)], bad)
 
 
 def inputs_for(episodes: Sequence[Episode]) -> ModelInputs:
-    """How the model reads these: by z-scores, as π₀ does."""
+    """How the model reads these episodes: by z-scores, as π₀ does."""
     counted = {"state": RunningStats(), "actions": RunningStats()}
     for episode in episodes:
         counted["state"].update(episode.observations["state"])
@@ -304,9 +307,9 @@ def inputs_for(episodes: Sequence[Episode]) -> ModelInputs:
 
 
 def source_of(episodes: Sequence[Episode], inputs: ModelInputs) -> ChunkSource:
-    """Their windows. A success pays 1 and ends the task; running out of time is no end."""
+    """Windows of the episodes. Success is paid 1 and ends the task; a time-out does not end it."""
     steps = sum(len(episode.actions) for episode in episodes)
-    replay = Replay(steps, inputs, WindowOptions(CHUNK, CHUNK), RewardScheme("success"), fps=80.0)
+    replay = ReplayBuffer(steps, inputs, WindowOptions(CHUNK, CHUNK), RewardScheme("success"), fps=80.0)
     for episode in episodes:
         replay.add(episode)
     source = replay.source()
@@ -320,64 +323,81 @@ Act = Callable[[Observation, jax.Array], jax.Array]
 
 
 def optimizer(peak: float, updates: int) -> optax.GradientTransformation:
-    """AdamW, down a cosine to a hundredth of the peak."""
+    """AdamW with a cosine schedule down to a hundredth of the peak."""
     warmup = min(100, updates // 10)
     schedule = CosineSchedule(warmup_steps=warmup, peak_lr=peak, decay_steps=updates, decay_lr=peak / 100)
     return make_optimizer(AdamWConfig(schedule=schedule))
 
 
-def tell(what: str, step: int, steps: int) -> None:
-    """A line of progress now and then, beside the results."""
+def print_progress(what: str, step: int, steps: int) -> None:
+    """Print a line of progress on standard error every 500 updates."""
     if step % 500 == 0 or step == steps:
         print(f"{what}: {step} of {steps} updates, {time.process_time():.0f} CPU s", file=sys.stderr, flush=True)
 
 
-def imitate(source: ChunkSource, updates: int, batch: int, seed: int) -> tuple[Params, Act]:
-    """Behaviour cloning: the policy, and how it acts."""
+def imitate(source: ChunkSource, updates: int, batch: int, seed: int) -> Params:
+    """Train by behaviour cloning, and return the policy's weights."""
     agent = FlowBC(MODEL, optimizer(POLICY_RATE, updates), augmentation=False)
     update = jax.jit(agent.update, donate_argnums=0)
     key = jax.random.key(seed)
-    state = agent.init(jax.random.fold_in(key, 2**31))
+    state = agent.init_from(init_params(MODEL, initial_key(key)), initial_key(key))
     for step, drawn in enumerate(Loader([Part(source)], batch, seed).policy_batches(0, updates), 1):
         state, _ = update(state, drawn, jax.random.fold_in(key, step))
-        tell(f"seed {seed}, BC", step, updates)
-    act = jax.jit(agent.act)
-    return agent.policy_params(state), lambda seen, key: act(state, seen, key)
+        print_progress(f"seed {seed}, BC", step, updates)
+    return agent.policy_params(state)
 
 
 def reinforce(
     source: ChunkSource, budget: Budget, seed: int, start: Params, config: AcrlpdConfig
 ) -> Iterator[tuple[Acrlpd, AcrlpdState, dict[str, float]]]:
-    """ACRLPD from a policy, twice: when the critic has learnt what that policy is worth, and at the end."""
+    """Train by ACRLPD from a policy; yield after the critic's warm-up and at the end."""
     warmup, updates = budget.critic_warmup, budget.updates - budget.imitated
     agent = Acrlpd(
         MODEL,
         dataclasses.replace(config, critic_warmup=warmup),
+        ROBOT.action_dim,
+        (0.0, 1.0),
         optimizer(POLICY_RATE, updates),
         optimizer(CRITIC_RATE, warmup + updates),
     )
     update = jax.jit(agent.update, donate_argnums=0)
     key = jax.random.key(seed)
-    state = agent.init_from(start, jax.random.fold_in(key, 2**31))
+    state = agent.init_from(start, initial_key(key))
     recent: list[dict[str, jax.Array]] = []
     for step, drawn in enumerate(Loader([Part(source)], budget.batch, seed + 1000).batches(0, warmup + updates), 1):
         state, metrics = update(state, drawn, jax.random.fold_in(key, step))
         recent = [*recent[-19:], metrics]
-        tell(f"seed {seed}, ACRLPD", step, warmup + updates)
+        print_progress(f"seed {seed}, ACRLPD", step, warmup + updates)
         if step in (warmup, warmup + updates):
             means = {name: float(np.mean([float(m[name]) for m in recent])) for name in metrics}
             yield agent, jax.tree.map(jnp.copy, state), {name: value for name, value in means.items() if value == value}
 
 
+def acting(params: Params) -> Act:
+    """How these weights act: one sample per observation."""
+
+    def choose(observation: Observation, key: jax.Array) -> jax.Array:
+        noise = draw_noise(key, MODEL, len(observation.state))
+        return act(MODEL, params, observation, noise, steps=ACTING_STEPS)
+
+    return choose
+
+
 def best_of(agent: Acrlpd, state: AcrlpdState, n: int) -> Act:
-    """The policy behind the best of n samples."""
-    acting = dataclasses.replace(agent, config=dataclasses.replace(agent.config, flow_steps=ACTING_STEPS))
-    act = jax.jit(lambda state, seen, key: acting.act(state, seen, key, n))
-    return lambda seen, key: act(state, seen, key)
+    """How the policy acts by the best of n samples."""
+    params, selector = agent.policy_params(state), CriticSelector(agent.critic, agent.critic_params(state))
+
+    def choose(observation: Observation, key: jax.Array) -> jax.Array:
+        noise = draw_noise(key, MODEL, len(observation.state), n)
+        return act(MODEL, params, observation, noise, steps=ACTING_STEPS, selector=selector)
+
+    return choose
 
 
-def critic_auc(agent: Acrlpd, state: AcrlpdState, source: ChunkSource, recorded: Recorded, rows: int = 2000) -> float:
-    """How often Q(s, a) − mean Q(s, samples) is higher for a good chunk than for a bad one; 0.5 is guessing."""
+def critic_auc(
+    agent: Acrlpd, states: Sequence[AcrlpdState], source: ChunkSource, recorded: Recorded, rows: int = 2000
+) -> list[float]:
+    """How often Q(s, a) − mean Q(s, samples) is higher for a good chunk than for a corrupted one; 0.5 is chance."""
     bad = np.concatenate(recorded.bad)
     starts = np.random.default_rng(0).choice(source.starts, min(rows, len(source.starts)), replace=False)
     fields = source.windows.gather(starts)
@@ -389,17 +409,21 @@ def critic_auc(agent: Acrlpd, state: AcrlpdState, source: ChunkSource, recorded:
         alike = jnp.ones_like(valid)
         return agent.q_values(state, seen, actions, valid) - agent.q_values(state, seen, samples, alike).mean(axis=1)
 
-    advantage = np.asarray(advantages(state, seen, source.actions(starts, fields), fields.valid))
-    spoilt = bad[fields.action_rows].mean(axis=1)
-    good, worse = advantage[spoilt == 0], advantage[spoilt == 1]
-    return float((good[:, None] > worse[None]).mean()) if len(good) and len(worse) else 0.5
+    corrupted = bad[fields.action_rows].mean(axis=1)
+
+    def auc(advantage: np.ndarray) -> float:
+        good, poor = advantage[corrupted == 0], advantage[corrupted == 1]
+        return float((good[:, None] > poor[None]).mean()) if len(good) and len(poor) else 0.5
+
+    actions = source.actions(starts, fields)
+    return [auc(np.asarray(advantages(state, seen, actions, fields.valid))) for state in states]
 
 
 # --- Acting -----------------------------------------------------------------------------------------------------------
 
 
 def observe(inputs: ModelInputs, states: np.ndarray) -> Observation:
-    """What the model is given of these states, which are normalised and padded."""
+    """The model's input of these states, which are normalised and padded."""
     size, pixels = len(states), MODEL.image_size
     tokens, mask = inputs.tokenizer.tokenize("", None)
     return Observation(
@@ -413,25 +437,25 @@ def observe(inputs: ModelInputs, states: np.ndarray) -> Observation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Beginning:
-    """An arm with its task before it, and what it sees."""
+    """An arm at the start of a task, and its state."""
 
     arm: Arm
     state: np.ndarray
 
 
 def beginnings(seed: int, count: int) -> list[Beginning]:
-    """Tasks to be judged by."""
+    """Tasks for the evaluation."""
     rng, arm = np.random.default_rng([seed, 1]), Arm()
     made = []
     for _ in range(count):
         first = set_up(arm, draw_task(rng))
-        made.append(Beginning(arm.twin(), first[SEEN]))
+        made.append(Beginning(arm.copied(), first[SEEN]))
     return made
 
 
 def successes(act: Act, starts: Sequence[Beginning], inputs: ModelInputs, seed: int) -> int:
-    """In how many of the tasks the policy succeeds; all of them go on side by side, a chunk at a time."""
-    arms = [start.arm.twin() for start in starts]
+    """Count the tasks in which the policy succeeds. All run side by side, a chunk at a time."""
+    arms = [start.arm.copied() for start in starts]
     states = np.array([start.state for start in starts], np.float32)
     done = np.zeros(len(arms), bool)
     to_robot = output_transform(ROBOT, inputs.stats, inputs.norm)
@@ -441,8 +465,8 @@ def successes(act: Act, starts: Sequence[Beginning], inputs: ModelInputs, seed: 
         actions = np.clip(to_robot({"actions": np.asarray(chunks), "state": seen.state})["actions"], -1, 1)
         for i in np.flatnonzero(~done):
             for action in actions[i]:
-                observation, _, _, _, told = arms[i].step(action)
-                states[i], done[i] = observation[SEEN], bool(told["success"])
+                observation, _, _, _, info = arms[i].step(action)
+                states[i], done[i] = observation[SEEN], bool(info["success"])
                 if done[i]:
                     break
         if done.all():
@@ -460,17 +484,17 @@ class Notes:
     folder: Path
 
     def recall(self, seed: int, method: str) -> dict[str, Any] | None:
-        """What was found before."""
+        """A stored result; None if there is none."""
         path = self._path(seed, method)
         found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
         return found
 
     def data(self, seed: int, episodes: int) -> Recorded:
-        """A seed's episodes."""
+        """The episodes of a seed."""
         return collect_once(self.folder / f"seed{seed}" / f"{episodes}_episodes.npz", seed, episodes)
 
     def keep(self, seed: int, method: str, found: Mapping[str, Any]) -> None:
-        """Write down, whole or not at all."""
+        """Store a result, whole or not at all."""
         path = self._path(seed, method)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(f".{os.getpid()}")
@@ -482,7 +506,7 @@ class Notes:
 
 
 class World:
-    """A seed's data and tasks, made when they are first needed."""
+    """The data and tasks of a seed."""
 
     def __init__(self, seed: int, budget: Budget, recorded: Recorded) -> None:
         self.seed, self.budget, self.recorded = seed, budget, recorded
@@ -492,36 +516,36 @@ class World:
         self.won = np.flatnonzero([episode.success for episode in episodes])
         self.starts = beginnings(seed, budget.tasks)
 
-    def judge(self, act: Act) -> int:
-        """Successes of the tasks. The same random numbers for every policy."""
+    def evaluate(self, act: Act) -> int:
+        """Count successes. Every policy has the same random numbers."""
         return successes(act, self.starts, self.inputs, self.seed)
 
     def run(self, method: str) -> dict[str, Any]:
-        """Train by a method; successes by row of the table, and what else is worth knowing."""
+        """Train by a method; return successes by row of the table, and other results."""
         b, seed = self.budget, self.seed
         if method == "acrlpd":
             return self._run_acrlpd()
         source = self.source.select(self.won) if method.startswith("successes") and len(self.won) else self.source
-        _, act = imitate(source, b.updates * (3 if method.endswith("long") else 1), b.batch, seed)
-        return {"successes": {method: self.judge(act)}}
+        params = imitate(source, b.updates * (3 if method.endswith("long") else 1), b.batch, seed)
+        return {"successes": {method: self.evaluate(acting(params))}}
 
     def _run_acrlpd(self) -> dict[str, Any]:
         b = self.budget
-        start, _ = imitate(self.source, b.imitated, b.batch, self.seed)
+        start = imitate(self.source, b.imitated, b.batch, self.seed)
         (agent, before, _), (_, after, metrics) = reinforce(self.source, b, self.seed, start, AGENT)
         return {
             "successes": {
-                "start_best_of_4": self.judge(best_of(agent, before, 4)),
-                "acrlpd_1": self.judge(best_of(agent, after, 1)),
-                "acrlpd_best_of_4": self.judge(best_of(agent, after, 4)),
+                "start_best_of_4": self.evaluate(best_of(agent, before, 4)),
+                "acrlpd_1": self.evaluate(acting(agent.policy_params(after))),
+                "acrlpd_best_of_4": self.evaluate(best_of(agent, after, 4)),
             },
-            "critic_auc": [round(critic_auc(agent, s, self.source, self.recorded), 3) for s in (before, after)],
+            "critic_auc": [round(a, 3) for a in critic_auc(agent, (before, after), self.source, self.recorded)],
             "last_metrics": {name: round(value, 4) for name, value in sorted(metrics.items())},
         }
 
 
 def summarise(notes: Notes, seeds: Sequence[int], tasks: int, seconds: float) -> dict[str, Any]:
-    """Print the table of what is there, return the line that sums it up."""
+    """Print the table of all stored results, and return a summary."""
     found = {seed: [note for m in METHODS if (note := notes.recall(seed, m)) is not None] for seed in seeds}
     counts = {
         row: [next((n["successes"][row] for n in found[s] if row in n["successes"]), None) for s in seeds]
@@ -553,27 +577,28 @@ def summarise(notes: Notes, seeds: Sequence[int], tasks: int, seconds: float) ->
         **{f"beats_{name}_with_n_1": beats("acrlpd_1", *rows) for name, rows in imitators.items()},
         "critic_auc": [n["critic_auc"] for s in seeds for n in found[s] if "critic_auc" in n],
         "demo_successes": [next((n["demo_successes"] for n in found[s]), None) for s in seeds],
-        "seconds_of_training_and_judging": round(sum(n["seconds"] for s in seeds for n in found[s])),
+        "seconds_of_training_and_evaluation": round(sum(n["seconds"] for s in seeds for n in found[s])),
         "seconds": round(seconds, 1),
     }
 
 
-def main() -> None:
-    """Run what has not been run yet, print the table and one JSON line."""
+def main(options: Sequence[str] | None = None) -> None:
+    """Run what has not been run yet, and print the table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="keeps results, to go on from; a temporary folder if left out")
+    parser.add_argument("--out", type=Path, help="folder of results; a temporary folder if left out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--episodes", type=int, default=Budget.episodes)
-    parser.add_argument("--quick", action="store_true", help="a minute of everything, which shows nothing")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="run everything in a minute; nothing is learnt")
+    args = parser.parse_args(options)
     begin = time.perf_counter()
     budget = QUICK if args.quick else Budget(episodes=args.episodes)
     seeds = args.seeds[:1] if args.quick else args.seeds
     with tempfile.TemporaryDirectory() as scratch:
         notes = Notes(args.out or Path(scratch))
-        compiled = str(notes.folder.resolve() / "compiled")
-        jax.config.update("jax_compilation_cache_dir", compiled)  # type: ignore[no-untyped-call]
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            compiled = str(notes.folder.resolve() / "compiled")
+            jax.config.update("jax_compilation_cache_dir", compiled)  # type: ignore[no-untyped-call]
         check_arm()
         for seed in seeds:
             world: World | None = None

@@ -1,12 +1,12 @@
-"""Does RIPT make a policy succeed more often, by practice and 0/1 success alone, and what of it is why?
+"""Does RIPT make a policy succeed more often, from its own rollouts and 0/1 success alone, and which settings matter?
 
     python benchmarks/learning_online.py --out FOLDER [--seeds 1 2 3] [--variants ript …]
 
 For each seed: five noisy demonstrations of Meta-World's push-v3 by its scripted expert, a small π₀ cloned from them,
 and `pistar train ript_metaworld` from there: once as it is, and once for each ablation. Every command is one a user
-would type, and is told. Judged on 100 held-out start states before and after, without noise and sampled; minutes are of
-practice and learning. What is done is kept in --out and not done again; a run that was stopped goes on. TAKES LONG:
-some 10 minutes for each seed and variant.
+would type, and is printed before it runs. Each policy is evaluated on 100 held-out start states before and after,
+without noise and sampled. Minutes are those of rollouts and updates. Finished runs are kept in --out and not repeated;
+a run that was stopped is resumed. TAKES LONG: some 10 minutes for each seed and variant.
 """
 
 import argparse
@@ -17,16 +17,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pistar.evaluation.stats import wilson
 from pistar.report.charts import curve_chart
-from pistar.training.counting import wilson
-from pistar.training.metrics import read_metrics
+from pistar.telemetry.metrics import read_metrics
 
 ENV, LIMIT = "metaworld/push-v3", "100"
-NO_EXPLORATION = [f"--online.exploration.{kind}=0" for kind in ("held-noise", "action-noise", "misled")]
+EVALUATIONS = {"zero_noise": "without noise", "sampled": "sampled"}
+"""Kinds of evaluation, and how the chart calls them."""
+NO_EXPLORATION = [f"--online.exploration.{kind}=0" for kind in ("held-noise", "action-noise", "state-noise")]
 VARIANTS: dict[str, list[str]] = {
     "ript": [],
     "exploration_off": NO_EXPLORATION,
-    "replay_best": ["--online.replay", "best"],
+    "replay_best": ["--algorithm.replay", "best"],
     "exp": ["--algorithm.weighting", "exp"],
     "cfg": ["--algorithm.weighting", "cfg"],
     "cfg_longer": [
@@ -38,13 +40,13 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def pistar(*args: str) -> None:
-    """A command of ours, told before it runs."""
+    """Print a pistar command, and run it."""
     print(f"$ pistar {shlex.join(args)}", file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-c", "from pistar.cli import main; main()", *args], check=True)
+    subprocess.run([sys.executable, "-c", "from pistar.cli.main import main; main()", *args], check=True)
 
 
 def cloned(out: Path, seed: int) -> tuple[Path, Path]:
-    """Demonstrations, and the policy that imitates them."""
+    """Folder of the demonstrations and checkpoint of the policy that imitates them; made if they are missing."""
     demos, runs = out / f"demonstrations_{seed}", out / "runs"
     if not demos.exists():
         starts = ("--expert", "--noise", "0.1", "--episodes", "5", "--limit", LIMIT, "--seed", str(seed))
@@ -56,8 +58,8 @@ def cloned(out: Path, seed: int) -> tuple[Path, Path]:
     return demos, bc
 
 
-def practised(out: Path, seed: int, variant: str, more: list[str]) -> list[dict[str, Any]]:
-    """What a run measured, which may have been made before."""
+def trained(out: Path, seed: int, variant: str, more: list[str]) -> list[dict[str, Any]]:
+    """The metrics of a run; it is trained if that has not been done before."""
     demos, bc = cloned(out, seed)
     runs, name = out / "runs", f"{variant}_{seed}"
     if not (out / f"{name}.done").exists():
@@ -69,41 +71,50 @@ def practised(out: Path, seed: int, variant: str, more: list[str]) -> list[dict[
     return list(read_metrics(runs / name / "metrics.jsonl"))
 
 
+def evaluations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines that report an evaluation."""
+    return [line for line in lines if "eval/sampled_successes" in line]
+
+
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Successes before and after, of how many, and what it took."""
-    judged = [line for line in lines if "evaluation/sampled" in line]
-    seconds = sum(line.get(f"time/{part}_seconds", 0) for line in lines for part in ("practice", "learning"))
-    steps = sum(line.get("practice/environment_steps", 0) for line in lines)
+    """Successes before and after with their intervals, and what the run cost."""
+    evaluated = evaluations(lines)
+    iterations = [line for line in lines if line["step"] > 0]  # line 0 is the evaluation of the cloned policy
+    updated = [line for line in iterations if line["train/updates"] > 0]
+    seconds = sum(line["time/rollout_seconds"] for line in iterations)
+    seconds += sum(line["time/update_seconds"] for line in updated)
+    steps = sum(line["rollout/env_steps"] for line in iterations)
+    informative = [line["rollout/informative_groups"] / line["rollout/groups"] for line in iterations]
     counts: dict[str, Any] = {}
-    for when, line in (("before", judged[0]), ("after", judged[-1])):
-        for name in ("zero_noise", "sampled"):
-            won, of = int(line[f"evaluation/{name}"]), int(line[f"evaluation/{name}_of"])
-            counts[f"{when}_{name}"] = {"succeeded": won, "of": of, "wilson_95": [round(x, 3) for x in wilson(won, of)]}
-    groups = [
-        (line["practice/informative"], line["practice/start_states"])
-        for line in lines
-        if "practice/informative" in line
-    ]
-    shares = [some / all_ for some, all_ in groups]
-    rest = {"environment_steps": round(steps), "minutes": round(seconds / 60, 1)}
-    return {**counts, "iterations": judged[-1]["step"], **rest, "informative": [round(min(shares), 2), max(shares)]}
+    for when, line in (("before", evaluated[0]), ("after", evaluated[-1])):
+        for kind in EVALUATIONS:
+            won, of = int(line[f"eval/{kind}_successes"]), int(line[f"eval/{kind}_episodes"])
+            interval = [round(end, 3) for end in wilson(won, of)]
+            counts[f"{when}_{kind}"] = {"successes": won, "episodes": of, "wilson_95": interval}
+    return {
+        **counts,
+        "iterations": evaluated[-1]["step"],
+        "env_steps": round(steps),
+        "minutes": round(seconds / 60, 1),
+        "informative_fraction": [round(min(informative), 2), round(max(informative), 2)],
+    }
 
 
 def draw(out: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Successes by iteration, without noise and sampled."""
+    """Draw successes by iteration, without noise and sampled."""
     panels = {
-        f"succeeded of 100 held-out start states, {told}": {
-            name: {line["step"]: line[f"evaluation/{kind}"] for line in lines if f"evaluation/{kind}" in line}
+        f"successes on 100 held-out start states, {title}": {
+            name: {line["step"]: line[f"eval/{kind}_successes"] for line in evaluations(lines)}
             for name, lines in runs.items()
         }
-        for kind, told in (("zero_noise", "without noise"), ("sampled", "sampled"))
+        for kind, title in EVALUATIONS.items()
     }
-    title = f"{ENV}: a small π₀ cloned from five demonstrations practises"
+    title = f"RIPT on {ENV}, from a small π₀ cloned from five demonstrations"
     (out / "learning_online.svg").write_text(curve_chart(panels, title=title, across="iterations"), encoding="utf-8")
 
 
 def main() -> None:
-    """Run what is missing, print a JSON line."""
+    """Train what is missing, draw the curves, and print a JSON line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -112,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     runs = {
-        f"{variant.replace('_', ' ')}, seed {seed}": practised(args.out, seed, variant, shlex.split(args.more))
+        f"{variant.replace('_', ' ')}, seed {seed}": trained(args.out, seed, variant, shlex.split(args.more))
         for seed in args.seeds
         for variant in args.variants
     }

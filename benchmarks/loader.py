@@ -23,17 +23,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pistar.data.chunks import WindowOptions
+from pistar.data.chunk_source import ChunkSource, ModelInputs, dataset_source, label_dataset
 from pistar.data.dataset_stats import compute_norm_stats
-from pistar.data.frames import Frames, open_frames
-from pistar.data.lerobot import Dataset, open_dataset
-from pistar.data.lerobot_writer import write_dataset
+from pistar.data.frame_cache import Frames, open_frames
+from pistar.data.lerobot.dataset import Dataset
+from pistar.data.lerobot.reader import open_dataset
+from pistar.data.lerobot.writer import write_dataset
 from pistar.data.loader import Loader, Part
-from pistar.data.rewards import FromColumn, RewardScheme
 from pistar.data.robots import ROBOTS
-from pistar.data.source import ChunkSource, ModelInputs, dataset_source, label_dataset
+from pistar.data.success_sources import FromColumn
+from pistar.data.windows import WindowOptions
 from pistar.models.tokenizer import load_tokenizer
-from pistar.types import Episode
+from pistar.types import Episode, RewardScheme
 
 LEROBOT_CPU_MS = 24.2
 """lerobot 0.4.4 with torchcodec, no workers, one thread: the fastest of what was tried."""

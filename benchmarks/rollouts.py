@@ -3,15 +3,16 @@
     python benchmarks/rollouts.py [--quick]
 
 The same fresh policy acts in Meta-World's pick-place without cameras. Batched: 16 environments over as many processes
-as there are cores, one call of the policy for half of them while the other half acts. Naive: one environment in this
-process, one call at a time, twice over: in Meta-World as it is installed, which is what anybody would write first, and
-in the same leaner simulator that the batched ones use, which leaves out what that has gained. Each printed line says
-in words what its numbers are of. All are compiled before and measured in turn, for about as long; of each the quickest
-round counts, since whatever else the machine does only slows them down. Every round has start states of its own; those
-of Meta-World as installed are drawn before its clock starts, as its own lists of tasks are. A few minutes.
+as there are cores; one call of the policy serves half of them while the other half acts. Naive: one environment in this
+process and one call at a time, measured twice: in Meta-World as it is installed, which is the obvious program, and in
+the leaner simulator that the batched rollouts use, which shows the gain of batching alone. Each printed line describes
+what its numbers measure. All are compiled first and measured in turn, for about as long. Of each the fastest round
+counts, since other work on the machine only slows them down. Every round has its own start states; those of Meta-World
+as installed are drawn before its clock starts, as its own lists of tasks are. Takes a few minutes.
 
-Simulators gain by the number of cores and no more, the policy by its batch and by thinking while they act. Told for
-two policies: of the sizes of OpenPI's smallest Gemma, `dummy` (four layers), and of the preset `rl_metaworld` (one).
+Simulators gain at most the number of cores; the policy gains by its batch and by computing while they act. Reported for
+two policies: one of the size of OpenPI's smallest Gemma, `dummy` (four layers), and one of the preset `rl_metaworld`
+(one).
 """
 
 import argparse
@@ -28,18 +29,18 @@ import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from metaworld.types import Task
 
-from pistar.config import GemmaConfig, Pi0Config
+from pistar.config.presets import get_config
 from pistar.data.norm_stats import NormStats
 from pistar.data.robots import find_robot, input_transform, output_transform
-from pistar.envs.env import EnvOptions
-from pistar.envs.metaworld import INSTRUCTIONS, STATE, MetaWorld
+from pistar.envs.base import EnvOptions
 from pistar.envs.rollout import Clock, Request, batch_size, roll_out
-from pistar.envs.vector import Environments
+from pistar.envs.suites.metaworld import INSTRUCTIONS, STATE, MetaWorld
+from pistar.envs.vector.vector import Environments
+from pistar.models.config import GemmaConfig, Pi0Config
 from pistar.models.pi0 import init_params
 from pistar.models.tokenizer import load_tokenizer
-from pistar.presets import get_config
-from pistar.training.acting import Actor
-from pistar.training.policy import Policy
+from pistar.policy.actor import Actor
+from pistar.policy.load_policy import Policy
 
 TASK, LIMIT = "pick-place-v3", 100
 ENVIRONMENTS, EPISODES = 16, 40
@@ -53,7 +54,7 @@ POLICIES = {"dummy": dataclasses.replace(_PRESET, vlm=_DUMMY, expert=_DUMMY), "r
 
 
 def fresh_policy(model: Pi0Config) -> Policy:
-    """As a checkpoint's would be served."""
+    """A policy with random weights, in the form in which a checkpoint is served."""
     model = dataclasses.replace(model, dtype="bfloat16")
     robot, tokenizer = find_robot("metaworld"), load_tokenizer("tiny", model.max_token_len)
     stats = {
@@ -75,7 +76,7 @@ def fresh_policy(model: Pi0Config) -> Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """How long so many steps took."""
+    """Steps of a measurement, and the time they took."""
 
     steps: int
     seconds: float
@@ -88,7 +89,7 @@ class Round:
 
 
 def batched(envs: Environments, actor: Actor, execute: int, starts: range) -> Round:
-    """So many episodes that the environments do not end together."""
+    """Run an episode from each start state, many environments at once."""
     clock, since = Clock(), time.perf_counter()
     for rollout in roll_out(envs, starts, actor, execute=execute, clock=clock):
         assert rollout.episode is not None
@@ -102,15 +103,15 @@ class Lean:
         self._env = MetaWorld(TASK, EnvOptions(limit=LIMIT))
 
     def reset(self, start_id: int) -> np.ndarray:
-        """All the numbers there are."""
+        """Start an episode; return its first observation, all numbers of it."""
         self._env.begin(start_id)
         return self._env.observe()["environment_state"]
 
     def know(self, starts: range) -> None:
-        """Nothing: it draws its start states as it begins, as the batched ones do."""
+        """Do nothing: it draws a start state when an episode begins, as the batched simulators do."""
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, bool]:
-        """And whether it succeeded."""
+        """Execute an action; return the observation and whether the task succeeded."""
         ending = self._env.act(action)[1]
         return self._env.observe()["environment_state"], ending == "success"
 
@@ -124,26 +125,26 @@ class Plain:
         self._tasks: dict[int, Task] = {}
 
     def know(self, starts: range) -> None:
-        """Draw them: whoever uses Meta-World has a list of tasks before the first episode."""
+        """Draw the start states: users of Meta-World have a list of tasks before the first episode."""
         fixed = {"env_cls": type(self._sim), "partially_observable": False}
         self._tasks = {
             start_id: Task(TASK, pickle.dumps({**fixed, "rand_vec": self._draw(start_id)})) for start_id in starts
         }
 
     def reset(self, start_id: int) -> np.ndarray:
-        """All the numbers there are."""
+        """Start an episode; return its first observation, all numbers of it."""
         self._sim.set_task(self._tasks[start_id])
         seen: np.ndarray = self._sim.reset()[0]
         return seen
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, bool]:
-        """And whether it succeeded."""
-        seen, _, _, _, told = self._sim.step(np.clip(action, -1, 1))
-        return seen, bool(told["success"])
+        """Execute an action; return the observation and whether the task succeeded."""
+        seen, _, _, _, info = self._sim.step(np.clip(action, -1, 1))
+        return seen, bool(info["success"])
 
 
 def naive(env: Lean | Plain, actor: Actor, execute: int, starts: range) -> Round:
-    """One episode after the other."""
+    """Run one episode after the other."""
     env.know(starts)
     steps, since, prompt = 0, time.perf_counter(), np.asarray(INSTRUCTIONS[TASK])
     for start_id in starts:
@@ -162,7 +163,7 @@ def naive(env: Lean | Plain, actor: Actor, execute: int, starts: range) -> Round
 
 
 def measure(policy: Policy, rounds: int) -> dict[str, float | str]:
-    """All ways in turn, so many times."""
+    """Measure all ways in turn, `rounds` times each."""
     many, one = Actor(policy, batch_size(ENVIRONMENTS), seed=0), Actor(policy, 1, seed=0)
     execute, plain, lean = policy.config.action_horizon, Plain(), Lean()
     with Environments(f"metaworld/{TASK}", EnvOptions(limit=LIMIT), count=ENVIRONMENTS) as envs:
@@ -195,7 +196,7 @@ def measure(policy: Policy, rounds: int) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Measure, print a JSON line for each policy."""
+    """Measure, and print a JSON line for each policy."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="a third of the rounds")
     rounds = 3 if parser.parse_args().quick else 10

@@ -1,14 +1,14 @@
-"""What splitting a run costs, and what a full-size one would take of each device.
+"""The cost of splitting a run over devices, and the memory of a full-size run on each.
 
     python benchmarks/scaling.py [--devices 8] [--steps 3] [--skip-full]
 
-One ACRLPD update of a small π₀ in full-size proportions, in CPU seconds over all threads: on one device; on as many
-virtual ones, its state split over all of them, and not at all; and on one device with gradients
-accumulated over four parts. All in turn, so that the ratios mean something on a shared machine; virtual devices share
-its cores and exchange through its memory, so they tell what splitting adds in work and not what a network adds in time.
+One ACRLPD update of a small π₀ in full-size proportions, in CPU seconds over all threads: on one device; on N virtual
+devices with the state split over them; on N virtual devices with a copy of the state on each; and on one device with
+gradients accumulated over four parts. The four are timed alternately, so that their ratios mean something on a shared
+machine. Virtual devices share its cores and its memory: they show the work that splitting adds, not the network's time.
 
-Then rl_fold_box, full size: lowered and compiled for eight devices without allocating it, and what XLA's own memory
-analysis says. About a minute and 2 GB; all of it some five minutes.
+Then rl_fold_box at full size: compiled for N devices without allocating anything, with XLA's memory analysis. This
+takes about a minute and 2 GB; everything together about five minutes.
 """
 
 import argparse
@@ -21,31 +21,32 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from pistar.presets import get_config
-from pistar.training import sharding
-from pistar.training.plan import make_plan, pretend
-from pistar.training.sharding import device_bytes, everywhere, make_mesh, over_rows, state_sharding
-from train_step import acrlpd, random_batch, windows
+from pistar.agents.base import abstract_state
+from pistar.config.presets import get_config
+from pistar.distributed import sharding
+from pistar.distributed.sharding import batch_sharding, device_bytes, make_mesh, replicated, state_sharding
+from pistar.planning.plan import make_plan, pretend_devices
+from train_step import acrlpd, fresh_state, random_batch, windows
 
 from prefix_sharing import BENCH
 
 
 def one_device() -> Mesh:
-    """A mesh of a single one, of those there are."""
+    """A mesh of one device, whatever the number of devices."""
     axes = (AxisType.Auto, AxisType.Auto)
     return jax.make_mesh((1, 1), (sharding.BATCH, sharding.FSDP), devices=jax.devices()[:1], axis_types=axes)
 
 
 class Kind:
-    """A compiled update on a mesh, which goes on from where it was."""
+    """A compiled update on a mesh, which continues from its last state."""
 
     def __init__(self, mesh: Mesh, rows: int, accumulation: int = 1) -> None:
         agent = dataclasses.replace(acrlpd(BENCH, 64), accumulation=accumulation)
         batch = jax.device_get(windows(random_batch(BENCH, rows)))
-        self.mesh, self.batch = mesh, jax.device_put(batch, over_rows(mesh))
-        where = state_sharding(jax.eval_shape(agent.init, jax.random.key(0)), mesh)
-        self.state = jax.jit(agent.init, out_shardings=where)(jax.random.key(0))
-        self.update = jax.jit(agent.update, donate_argnums=0, out_shardings=(where, everywhere(mesh)))
+        self.mesh, self.batch = mesh, jax.device_put(batch, batch_sharding(mesh))
+        where = state_sharding(abstract_state(agent), mesh)
+        self.state = jax.jit(lambda: fresh_state(agent), out_shardings=where)()
+        self.update = jax.jit(agent.update, donate_argnums=0, out_shardings=(where, replicated(mesh)))
         self.held = device_bytes(self.state)
         self.times: list[float] = []
         self.step()
@@ -61,14 +62,14 @@ class Kind:
 
 
 def main() -> None:
-    """Time all kinds in turn; then plan at full size."""
+    """Time all kinds alternately; then plan at full size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=8, help="and rows of a batch: a multiple of 4")
     parser.add_argument("--steps", type=int, default=3, help="of each kind; the median counts")
     parser.add_argument("--skip-full", action="store_true", help="leave out the full-size compilation")
     args = parser.parse_args()
-    pretend(args.devices)
-    sharding.SMALL = 4096  # or nothing of so small a model would be split
+    pretend_devices(args.devices)
+    sharding.SMALL = 4096  # or nothing of such a small model would be split
     kinds = {
         "one device": Kind(one_device(), args.devices),
         f"split over {args.devices}": Kind(make_mesh(args.devices), args.devices),
@@ -80,7 +81,7 @@ def main() -> None:
             kind.step()
     seconds = {name: statistics.median(kind.times) for name, kind in kinds.items()}
     base = seconds["one device"]
-    print(f"ACRLPD update of a batch of {args.devices}, CPU seconds, median of {args.steps} in turn")
+    print(f"ACRLPD update of a batch of {args.devices}, CPU seconds, median of {args.steps}")
     for name, kind in kinds.items():
         print(f"  {name:28} {seconds[name]:8.3f}  × {seconds[name] / base:5.2f}   {kind.held / 1e6:8.2f} MB of state")
     whole, split, copies, parts = seconds.values()

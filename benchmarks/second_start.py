@@ -1,9 +1,9 @@
-"""How much sooner is the second start of a run? Compiled programs are kept on disk, and decoded frames too.
+"""How much faster is the second start of a run? Compiled programs and decoded frames are kept on disk.
 
     python benchmarks/second_start.py
 
-Trains one update of the preset `debug` twice, each time in a new process, with caches that are empty at first. What
-is measured is processor time from the start of Python to the end of the first update. Takes about two minutes.
+Trains one update of the preset `debug` twice, each time in a new process, with caches that are empty at first. Measures
+the processor time from the start of Python to the end of the first update. Takes about two minutes.
 """
 
 import json
@@ -17,8 +17,8 @@ DATASET = Path(__file__).parent.parent / "tests" / "fixtures" / "lerobot" / "ler
 
 RUN = """
 import sys, time
-from pistar.cli import main
-from pistar.training.progress import ProgressLine
+from pistar.cli.main import main
+from pistar.telemetry.progress import ProgressLine
 
 def stepped(self, step, state, really=ProgressLine.stepped):
     really(self, step, state)
@@ -32,7 +32,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def start(folder: Path, exp_name: str) -> float:
-    """CPU seconds to the first update's end."""
+    """Train one update, and return the CPU seconds until its end."""
     settings = {**os.environ, "PISTAR_CACHE": str(folder / "cache")}
     settings.pop("JAX_COMPILATION_CACHE_DIR", None)
     options = ["--data.datasets", str(DATASET), "--runs", str(folder / "runs"), "--exp-name", exp_name]
@@ -49,7 +49,7 @@ def start(folder: Path, exp_name: str) -> float:
 
 
 def main() -> None:
-    """Both starts, and their ratio."""
+    """Measure both starts, and print their ratio."""
     with tempfile.TemporaryDirectory() as scratch:
         first, second = (start(Path(scratch), name) for name in ("first", "second"))
     print(f"first start {first:.1f} CPU s to its first update, second {second:.1f}: {second / first:.2f} of it")

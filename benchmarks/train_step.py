@@ -1,18 +1,19 @@
-"""What one training step costs: loss, gradient, AdamW and EMA of a small π₀, in CPU seconds.
+"""The cost of one training step: loss, gradient, AdamW and EMA of a small π₀, in CPU seconds.
 
     python benchmarks/train_step.py [--reference "COMMAND"]
 
-Seconds mean little on a shared machine, ratios measured in one run do. By itself the benchmark compares the step with
-its gradient alone (what the optimiser, the average and the augmentation add) and with everything rematerialised. Given
-another program that prints one JSON line with "cpu_s" for a step of the same shapes (OpenPI's, for example), it runs
-the two in turn and prints the ratio. Six compilations: about five minutes.
+Seconds mean little on a shared machine; ratios measured in one run do. By itself the benchmark compares the step with
+its gradient alone (to see what the optimiser, the average and the augmentation add) and with full rematerialisation.
+Given another program that prints one JSON line with "cpu_s" for a step of the same shapes (OpenPI's, for example), it
+runs the two alternately and prints the ratio. Six compilations: about five minutes.
 
 The shapes are those of OpenPI's "dummy" experts: width 64, depth 4; horizon 10, 48 prompt tokens, three 56×56 cameras.
 
-Then what reinforcement learning adds: a whole ACRLPD update (critic, N = 4 candidates at s' and at s, policy) over a
-step of imitation, on the small π₀ of prefix_sharing.py in full-size proportions; and the same update where every loss
-and every candidate reads its observation anew. Timed in turn; and counted in FLOPs at full size, nothing allocated,
-without rematerialisation (which makes imitation dearer, and so the ratio smaller) and with it.
+Then what reinforcement learning adds: a whole ACRLPD update (critic, N = 4 candidates at s' and at s, policy) relative
+to a step of imitation, on the small π₀ of prefix_sharing.py in full-size proportions; and the same update where every
+loss and every candidate encodes its observation again. Timed alternately; and counted in FLOPs at full size, without
+allocating anything, without rematerialisation (which makes imitation more expensive, and so the ratio smaller) and with
+it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import json
 import shlex
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pistar.agents.acrlpd import Acrlpd, AcrlpdState
+from pistar.agents.base import Agent, abstract_state
+from pistar.agents.config import AcrlpdConfig
 from pistar.agents.flow_bc import FlowBC
-from pistar.config import AcrlpdConfig, CriticConfig, GemmaConfig, Pi0Config, Remat
-from pistar.models.pi0 import bind, draw_noise_and_time
-from pistar.presets import MODELS
-from pistar.training.flops import count_flops
-from pistar.training.optimizers import AdamWConfig, make_optimizer
+from pistar.config.model_presets import MODELS
+from pistar.models.config import CriticConfig, GemmaConfig, Pi0Config, Remat
+from pistar.models.pi0 import bind, draw_noise_and_time, init_params
+from pistar.optim import AdamWConfig, make_optimizer
+from pistar.planning.flops import count_flops
 from pistar.types import ChunkBatch, Observation, PolicyBatch
 
 from prefix_sharing import BENCH, FULL
@@ -44,7 +47,7 @@ DUMMY = GemmaConfig(width=64, depth=4, mlp_dim=128, num_heads=8, num_kv_heads=1,
 
 
 def random_batch(config: Pi0Config, size: int) -> PolicyBatch:
-    """A batch of nothing in particular, on the device."""
+    """A batch of random numbers, on the device."""
     rng = np.random.default_rng(0)
     pixels = (size, config.image_size, config.image_size, 3)
     batch = PolicyBatch(
@@ -64,7 +67,7 @@ def random_batch(config: Pi0Config, size: int) -> PolicyBatch:
 
 
 def cpu_seconds(run: Callable[[], Any], steps: int) -> list[float]:
-    """CPU time over all threads, of each of so many runs."""
+    """CPU time over all threads, of each of `steps` runs."""
     times = []
     for _ in range(steps):
         start = time.process_time()
@@ -74,13 +77,18 @@ def cpu_seconds(run: Callable[[], Any], steps: int) -> list[float]:
 
 
 def training_step(config: Pi0Config, batch: PolicyBatch, augmentation: bool) -> Callable[[], Any]:
-    """Imitation, compiled."""
+    """A compiled step of imitation."""
     agent = FlowBC(config, make_optimizer(AdamWConfig()), augmentation=augmentation)
-    return compiled_step(agent.update, agent.init(jax.random.key(0)), batch)
+    return compiled_step(agent.update, fresh_state(agent), batch)
+
+
+def fresh_state(agent: Agent[Any, Any]) -> Any:  # noqa: ANN401  # the agent's own
+    """A state of fresh weights."""
+    return agent.init_from(init_params(agent.model, jax.random.key(0)), jax.random.key(1))
 
 
 def compiled_step(function: Callable[..., Any], state: Any, batch: PolicyBatch | ChunkBatch) -> Callable[[], Any]:  # noqa: ANN401
-    """A compiled step that goes on from where it was."""
+    """A compiled step that continues from its last state."""
     update = jax.jit(function, donate_argnums=0)
 
     def step() -> Any:  # noqa: ANN401
@@ -93,8 +101,8 @@ def compiled_step(function: Callable[..., Any], state: Any, batch: PolicyBatch |
 
 
 def gradient_alone(config: Pi0Config, batch: PolicyBatch) -> Callable[[], Any]:
-    """Loss and gradient, no optimiser."""
-    params = FlowBC(config, make_optimizer(AdamWConfig()), ema_decay=None).init(jax.random.key(0)).trained
+    """Loss and gradient without an optimiser."""
+    params = init_params(config, jax.random.key(0))
 
     @jax.jit
     @jax.value_and_grad
@@ -111,14 +119,14 @@ def gradient_alone(config: Pi0Config, batch: PolicyBatch) -> Callable[[], Any]:
 
 
 def acrlpd(model: Pi0Config, hidden: int) -> Acrlpd:
-    """As rl_aloha_fold trains: ten critics of three layers, 14 dims, N = 4; 2 of 5 actions of a chunk are executed."""
+    """An agent as in rl_aloha_fold: ten critics of three layers, 14 dims, N = 4; 2 of 5 actions are executed."""
     critic = CriticConfig(ensemble=10, hidden=(hidden,) * 3, dropout=0.1)
-    config = AcrlpdConfig(horizon=model.action_horizon * 2 // 5, action_dims=14, critic=critic, candidates=4)
-    return Acrlpd(model, config, make_optimizer(AdamWConfig()), make_optimizer(AdamWConfig()))
+    config = AcrlpdConfig(horizon=model.action_horizon * 2 // 5, critic=critic, candidates=4)
+    return Acrlpd(model, config, 14, (0.0, 1.0), make_optimizer(AdamWConfig()), make_optimizer(AdamWConfig()))
 
 
 def windows(batch: PolicyBatch) -> ChunkBatch:
-    """The same observations and chunks, with rewards and what came next."""
+    """The same observations and chunks, with rewards and next observations."""
     shape = batch.valid.shape
     return ChunkBatch(
         observations=batch.observations,
@@ -136,9 +144,9 @@ def windows(batch: PolicyBatch) -> ChunkBatch:
 def rereading(
     agent: Acrlpd, state: AcrlpdState, batch: ChunkBatch, key: jax.Array
 ) -> tuple[AcrlpdState, dict[str, jax.Array]]:
-    """The update, and the reading that sharing saves: s for the critic and for each of N samples, s' for each of N.
+    """The update, and the encoding that sharing saves: s for the critic and for each of N samples, s' for each of N.
 
-    Their prefixes are made and thrown away; what is done with a prefix costs the same whoever made it.
+    These prefixes are computed and dropped; what is done with a prefix costs the same in both cases.
     """
     n = agent.config.candidates
 
@@ -153,19 +161,19 @@ def rereading(
 
 
 def update_flops(model: Pi0Config) -> dict[str, int]:
-    """Of imitation, of ACRLPD, and of ACRLPD that reads anew, from shapes alone."""
+    """FLOPs of imitation, of ACRLPD, and of ACRLPD that encodes again, from shapes alone."""
     batch, key = random_batch(model, 2), jax.random.key(0)
     bc, rl = FlowBC(model, make_optimizer(AdamWConfig())), acrlpd(model, hidden=512)
-    start = jax.eval_shape(rl.init, key)
+    start = abstract_state(rl)
     return {
-        "bc": count_flops(bc.update, jax.eval_shape(bc.init, key), batch, key),
+        "bc": count_flops(bc.update, abstract_state(bc), batch, key),
         "acrlpd": count_flops(rl.update, start, windows(batch), key),
         "naive": count_flops(functools.partial(rereading, rl), start, windows(batch), key),
     }
 
 
 def compare_rl(seconds: dict[str, float]) -> dict[str, float]:
-    """Print the table, return its ratios; those of FLOPs as they are, unrounded."""
+    """Print the table, and return its ratios; those of FLOPs are not rounded."""
     full = update_flops(dataclasses.replace(FULL, remat="none"))
     rematerialised = update_flops(FULL)
     print(f"{'one update':<34}{'imitation':>10}{'ACRLPD':>10}{'naive':>10}")
@@ -188,8 +196,8 @@ def compare_rl(seconds: dict[str, float]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Measure, print one JSON line."""
+def main(options: Sequence[str] | None = None) -> None:
+    """Measure, and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["pi0", "pi05"], default="pi0")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -198,9 +206,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="dots")
     parser.add_argument("--no-augment", action="store_true")
-    parser.add_argument("--reference", help="another program's benchmark, run in turn with ours")
+    parser.add_argument("--reference", help="another program's benchmark, run alternately with ours")
     parser.add_argument("--count-only", action="store_true", help="FLOPs at full size, nothing compiled or timed")
-    args = parser.parse_args()
+    args = parser.parse_args(options)
     if args.count_only:
         print(json.dumps({"benchmark": "train_step", **compare_rl({})}))
         return
@@ -219,7 +227,7 @@ def main() -> None:
         others["bc"] = training_step(BENCH, bench_batch, augmentation=True)
         rl = acrlpd(BENCH, hidden=64)  # an eighth of the full size, as all of BENCH's widths
         for name, function in (("acrlpd", rl.update), ("naive", functools.partial(rereading, rl))):
-            others[name] = compiled_step(function, rl.init(jax.random.key(0)), windows(bench_batch))
+            others[name] = compiled_step(function, fresh_state(rl), windows(bench_batch))
     start = time.process_time()
     step = training_step(config, batch, not args.no_augment)
     compile_s = time.process_time() - start

@@ -14,11 +14,11 @@ import numpy as np
 
 from pistar.data.robots import example_observation, find_robot
 from pistar.errors import UserError
-from pistar.training.policy import load_policy
+from pistar.policy.load_policy import load_policy
 
 
 def main() -> None:
-    """Load, look once, sample four candidates."""
+    """Load a checkpoint, and sample four candidates for one observation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("robot")

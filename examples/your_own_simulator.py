@@ -1,34 +1,34 @@
-"""Your own simulator: what pistar needs of it, and the first episodes in it.
+"""Your own simulator: what pistar needs from it, and a few episodes.
 
 python examples/your_own_simulator.py
-PYTHONPATH=examples pistar eval CHECKPOINT --env your_own_simulator:make    # a policy for its robot, judged in it
+PYTHONPATH=examples pistar eval CHECKPOINT --env your_own_simulator:make    # evaluate a policy for its robot in it
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from pistar.envs.env import Ending, EnvOptions, Scene, Seen, StartEnv
+from pistar.envs.base import EnvOptions, EpisodeStatus, RawObservation, Scene, StartEnv
 
 
 class Table(StartEnv):
-    """A hand on a table of one square metre is to reach a cup; an action moves it along x and y."""
+    """A hand on a table of one square metre has to reach a cup. An action moves the hand along x and y."""
 
     def _begin(self, start_id: int) -> None:
-        # All chance comes from the number: the same number is the same start, to the bit.
+        # All randomness comes from the number, so the same number gives the same start to the bit.
         self._hand, self._cup = np.random.default_rng(start_id).uniform(0, 1, (2, 2))
 
-    def _act(self, action: np.ndarray) -> Ending:
+    def _act(self, action: np.ndarray) -> EpisodeStatus:
         self._hand = np.clip(self._hand + action, 0, 1)
-        return "success" if np.linalg.norm(self._hand - self._cup) < 0.03 else "goes on"  # or "failure": all is lost
+        return "success" if np.linalg.norm(self._hand - self._cup) < 0.03 else "running"  # "failure" ends it, too
 
-    def observe(self) -> Seen:
-        """By the robot's names, as `pistar.data.robots` has them. Pictures would be uint8, [height, width, 3]."""
+    def observe(self) -> RawObservation:
+        """Return arrays under the robot's names, as in `pistar.data.robots`. Images are uint8, [height, width, 3]."""
         return {"state": np.concatenate([self._hand, self._cup]).astype(np.float32)}
 
 
 def make(options: EnvOptions) -> Table:
-    """What `--env` names."""
+    """Build the environment that `--env` names."""
     scene = Scene(
         name="table",
         robot="table",
@@ -44,11 +44,11 @@ def make(options: EnvOptions) -> Table:
 
 
 if __name__ == "__main__":
-    from pistar.envs.rollout import Request, roll_out  # here, for it imports JAX, which simulators do without
-    from pistar.envs.vector import Environments
+    from pistar.envs.rollout import Request, roll_out  # not at the top: it imports JAX, and workers should not
+    from pistar.envs.vector.vector import Environments
 
     def act(requests: Sequence[Request]) -> np.ndarray:
-        """A chunk of five actions for each that asks: straight to the cup."""
+        """Return a chunk of five actions for each request: straight to the cup."""
         states = np.array([request.observation["state"] for request in requests])
         return np.repeat((states[:, None, 2:] - states[:, None, :2]) / 5, 5, axis=1)
 

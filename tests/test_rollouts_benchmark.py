@@ -1,23 +1,22 @@
-"""benchmarks/rollouts.py: what it measures is what it says, at a size that measures nothing."""
+"""benchmarks/rollouts.py measures what it says; here at a size too small for its numbers to mean anything."""
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from metaworld_policy import MODEL
 from online_throughput import RATIOS
+
+from helpers.metaworld_policy import MODEL
+from helpers.paths import ROOT
 
 START = 3
 
 
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "rollouts", Path(__file__).parent.parent / "benchmarks" / "rollouts.py"
-    )
+    spec = importlib.util.spec_from_file_location("rollouts", ROOT / "benchmarks" / "rollouts.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,21 +27,21 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_all_three_ways_are_measured_and_told_in_words(rollouts: ModuleType) -> None:
-    told = rollouts.measure(rollouts.fresh_policy(MODEL), rounds=1)
-    rates = {name: told[f"steps_per_second_{name}"] for name in ("batched", "naive_installed", "naive_lean")}
+def test_all_three_ways_are_measured_and_described(rollouts: ModuleType) -> None:
+    result = rollouts.measure(rollouts.fresh_policy(MODEL), rounds=1)
+    rates = {name: result[f"steps_per_second_{name}"] for name in ("batched", "naive_installed", "naive_lean")}
     assert min(rates.values()) > 0
     for name in ("naive_installed", "naive_lean"):
-        assert told[f"batched_by_{name}"] == pytest.approx(rates["batched"] / rates[name], rel=0.1)
-    assert told["naive_installed"].endswith("Meta-World as installed")
-    assert "our leaner simulator" in told["naive_lean"]
-    assert told["batched"].startswith("2 environments over ")
-    assert {*RATIOS} <= {*told}, "what the benchmark of whole iterations tells of it"
-    assert 0 <= told["share_policy"] + told["share_waiting_for_simulators"] <= 1.01
+        assert result[f"batched_by_{name}"] == pytest.approx(rates["batched"] / rates[name], rel=0.1)
+    assert result["naive_installed"].endswith("Meta-World as installed")
+    assert "our leaner simulator" in result["naive_lean"]
+    assert result["batched"].startswith("2 environments over ")
+    assert {*RATIOS} <= {*result}, "the benchmark of whole iterations prints these"
+    assert 0 <= result["share_policy"] + result["share_waiting_for_simulators"] <= 1.01
 
 
 def test_both_naive_loops_run_the_same_episode(rollouts: ModuleType) -> None:
-    """As far as Meta-World's own arm can be told from ours: it begins with the same numbers and moves alike."""
+    """Meta-World's own arm and ours start with the same observation and stay equal."""
     ways = [rollouts.Plain(), rollouts.Lean()]
     for way in ways:
         way.know(range(START, START + 1))
@@ -55,7 +54,7 @@ def test_both_naive_loops_run_the_same_episode(rollouts: ModuleType) -> None:
         assert won == too
 
 
-def test_start_states_of_the_installed_one_are_drawn_before_its_clock_starts(rollouts: ModuleType) -> None:
+def test_start_states_of_the_installed_one_are_drawn_before_it_is_timed(rollouts: ModuleType) -> None:
     plain = rollouts.Plain()
     plain.know(range(START, START + 2))
     plain._draw = None

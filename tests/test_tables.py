@@ -1,4 +1,4 @@
-"""Dataclasses to tables and back."""
+"""Dataclasses converted to tables and back."""
 
 import dataclasses
 from pathlib import Path
@@ -41,12 +41,12 @@ def test_a_table_survives_yaml(drawing: Drawing) -> None:
     assert from_table(Drawing, yaml.safe_load(text), "drawing", whole=True) == drawing
 
 
-def test_what_is_left_out_stays_as_it_was() -> None:
+def test_missing_fields_come_from_the_default() -> None:
     changed = from_table(Drawing, {"shape": {"side": 3}, "frame": {"corner": "round"}}, "drawing", default=DRAWING)
     assert changed == dataclasses.replace(DRAWING, shape=Square(3.0), frame=Square(1.0, "round"))
 
 
-def test_another_kind_begins_from_its_own_defaults() -> None:
+def test_another_dataclass_takes_its_own_defaults() -> None:
     changed = from_table(Drawing, {"shape": {"type": "Circle"}}, "drawing", default=DRAWING)
     assert changed.shape == Circle()
 
@@ -54,11 +54,11 @@ def test_another_kind_begins_from_its_own_defaults() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"shape": {"side": 1.0}}, "drawing.shape.type is None; say which it is: Circle, Square"),
+        ({"shape": {"side": 1.0}}, "drawing.shape.type is None; use one of Circle, Square"),
         ({"shape": {"type": "Squre", "side": 1.0}}, "drawing.shape.type is 'Squre'"),
         ({"shape": {"type": "Square"}}, "drawing.shape.side is missing"),
         ({"shape": {"type": "Circle", "radus": 1.0}}, "drawing.shape.radus does not exist; did you mean radius"),
-        ({"shape": {"type": "Circle"}, "size": [1]}, "drawing.size has 1 entries; it needs 2"),
+        ({"shape": {"type": "Circle"}, "size": [1]}, "drawing.size has 1 entries; give 2"),
         ({"shape": {"type": "Circle"}, "size": [1, "b"]}, r"drawing.size\[1\] is 'b'; its type is int"),
         ({"shape": {"type": "Circle"}, "names": "a"}, r"drawing.names is 'a'; write a list: \[a\]"),
         ({"shape": {"type": "Circle"}, "inks": {"red": "x"}}, "drawing.inks.red is 'x'; its type is int"),
@@ -68,7 +68,7 @@ def test_another_kind_begins_from_its_own_defaults() -> None:
         ([], r"drawing is \[\]; a table of fields belongs there"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(table: Any, words: str) -> None:
+def test_a_wrong_value_is_named_with_its_path(table: Any, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         from_table(Drawing, table, "drawing")
     assert "\n" not in str(caught.value)

@@ -1,8 +1,8 @@
-"""`pistar demo`: the whole road on one's own machine, in minutes.
+"""`pistar demo`: train and compare imitation and RL in a simulator.
 
-`--algo acrlpd`: a simulated arm, demonstrations three quarters of which are spoilt, a small π₀ that imitates them, and
-ACRLPD, which finds out what of them was good. `--algo ript`: a few good demonstrations, a small π₀ that imitates them,
-and RIPT, which practises. Every step is what the commands do; a stopped demo goes on where it was.
+`--algo acrlpd`: a simulated arm, demonstrations with three of four segments corrupted, a small π₀ that imitates them,
+and ACRLPD, which finds out which segments were good. `--algo ript`: a few good demonstrations, a small π₀ that imitates
+them, and RIPT, which improves it by its own rollouts. Every step is what the commands do; a stopped demo continues.
 """
 
 import dataclasses
@@ -14,73 +14,88 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from jaxtyping import UInt8
-from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
 
-from pistar.config import AcrlpdConfig, check_writable
-from pistar.data.frames import progress_bar
+from pistar.agents.config import AcrlpdConfig
+from pistar.checkpoints.manager import saved_steps
+from pistar.checkpoints.verify import verify
+from pistar.config.presets import get_config
+from pistar.config.train import RLTrainConfig
 from pistar.data.robots import find_robot
-from pistar.data.words import counted
-from pistar.envs.env import EnvOptions
-from pistar.envs.rollout import batch_size, roll_out
-from pistar.envs.vector import Environments
-from pistar.envs.worker import Script
-from pistar.errors import UserError
-from pistar.presets import get_config
+from pistar.envs.base import EnvOptions
+from pistar.envs.rollout import batch_size
+from pistar.envs.vector.worker import Script
+from pistar.errors import UserError, check_writable
+from pistar.evaluation.evaluate import (
+    ActingPolicy,
+    EpisodeSettings,
+    PolicyRecord,
+    dataset_writer,
+    evaluate,
+    prepare_evaluation,
+    run_task,
+)
+from pistar.evaluation.results import Evaluation, compare, load_evaluation
+from pistar.online import loop as online_loop
+from pistar.optim import AdamWConfig, CosineSchedule
+from pistar.policy.actor import Actor
+from pistar.policy.load_policy import Policy, load_policy
 from pistar.report.charts import success_chart
-from pistar.report.video import write_video
-from pistar.training import offline, online
-from pistar.training.acting import Actor
-from pistar.training.config import RLTrainConfig
-from pistar.training.evaluation import Player, Setting, dataset_writer, evaluate, prepare, run_task
-from pistar.training.metrics import read_metrics
-from pistar.training.optimizers import CosineSchedule
-from pistar.training.policy import Policy, load_policy
-from pistar.training.progress import episodes_shown
-from pistar.training.results import Evaluation, compare, load_evaluation
-from pistar.training.saving import saved_steps
-from pistar.training.verify import verify
-from pistar.training.weighing import weigh
+from pistar.report.side_by_side import Side, film_difference
+from pistar.telemetry.metrics import read_metrics
+from pistar.telemetry.progress import progress_bar, show_episodes
+from pistar.text import counted
+from pistar.training import offline
+from pistar.training.weigh_dataset import weigh_dataset
 
 Algo = Literal["acrlpd", "ript"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """What is played, and by whom."""
+class Scenario:
+    """The task, the demonstrations, and the policies that are compared."""
 
     env: str
     limit: int
     script: Script
-    """Who demonstrates; its seed is set later."""
+    """What demonstrates; its seed is set later."""
     names: Mapping[str, str]
-    """Of everybody that is trained."""
-    judged: tuple[str, ...]
+    """Names of all that is trained."""
+    evaluated: tuple[str, ...]
     """In the order of the table. The first is filmed beside the last, and the last compared with the one before it."""
+    curves: tuple[tuple[str, str, str], ...]
+    """Learning curves: run, metric, caption."""
 
 
-STAGES: dict[Algo, Stage] = {
-    "acrlpd": Stage(
+SCENARIOS: dict[Algo, Scenario] = {
+    "acrlpd": Scenario(
         "metaworld/pick-place-v3",
         200,
-        Script("pistar.envs.behaviours:mixed", {"noise": 0.1, "spoilt": 0.75}),
+        Script("pistar.envs.scripted:mixed", {"noise": 0.1, "spoilt": 0.75}),
         {
-            "bc": "BC, where the others begin",
+            "bc": "BC, where the others start",
             "successes": "BC on successes",
             "critic": "ACRLPD's critic",
             "acrlpd": "ACRLPD",
         },
         ("bc", "successes", "acrlpd"),
+        (
+            ("critic", "critic/loss", "ACRLPD's critic: loss"),
+            ("critic", "critic/q_mean", "ACRLPD's critic: value of the data"),
+            ("acrlpd", "loss", "ACRLPD: weighted loss"),
+        ),
     ),
-    "ript": Stage(
+    "ript": Scenario(
         "metaworld/push-v3",
         100,
-        Script("pistar.envs.behaviours:expert", {"noise": 0.1}),
-        {"bc": "BC, where RIPT begins", "ript": "RIPT"},
+        Script("pistar.envs.scripted:expert", {"noise": 0.1}),
+        {"bc": "BC, where RIPT starts", "ript": "RIPT"},
         ("bc", "ript"),
+        (
+            ("ript", "eval/sampled_successes", "held-out successes, by iteration"),
+            ("ript", "rollout/success_rate", "success rate of rollouts, exploring"),
+        ),
     ),
 }
 
@@ -92,17 +107,17 @@ class Budget:
     algo: Algo = "acrlpd"
     demonstrations: int = 200
     tasks: int = 100
-    """Start states the policies are judged by, and none of them has seen."""
+    """Start states of the evaluations, which no policy has seen."""
     imitated: int = 3_000
-    """Updates of BC, from which the others go on."""
+    """Updates of BC, from which the others start."""
     critic: int = 2_000
     """Updates of the critic."""
     improved: int = 5_000
-    """Updates of the policy by what the critic says; of RIPT, iterations of practice."""
-    contexts: int = 100
-    """Start states in an iteration of practice …"""
+    """Updates of the policy by the critic's weights; with RIPT, iterations."""
+    start_states: int = 100
+    """Start states of a RIPT iteration."""
     updates: int = 500
-    """… and updates after it."""
+    """Updates of a RIPT iteration."""
     batch: int = 128
 
 
@@ -113,23 +128,46 @@ BUDGETS: dict[Algo, Budget] = {
 QUICK: dict[Algo, Budget] = {
     "acrlpd": Budget(demonstrations=6, tasks=4, imitated=20, critic=10, improved=10, batch=16),
     "ript": Budget(
-        "ript", demonstrations=2, tasks=4, imitated=20, critic=0, improved=1, contexts=4, updates=10, batch=16
+        "ript", demonstrations=2, tasks=4, imitated=20, critic=0, improved=1, start_states=4, updates=10, batch=16
     ),
 }
-"""Shows that everything runs, and nothing else."""
+"""Enough to show that everything runs."""
 
 
 def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
-    """All of it."""
-    began, stage = time.monotonic(), STAGES[budget.algo]
+    """Run the demo: demonstrations, training, evaluation, table, chart, film."""
+    since, scenario = time.monotonic(), SCENARIOS[budget.algo]
     _claim(out, seed, budget)
     data = out / "dataset"
     with _stage("collecting demonstrations", console):
-        won = _collect(data, seed, budget, console)
-    console.print(f"{counted(budget.demonstrations, 'demonstration')} in {data}, LeRobot v3.0{won}.")
+        successes = _collect(data, seed, budget, console)
+    console.print(f"{counted(budget.demonstrations, 'demonstration')} in {data}, LeRobot v3.0{successes}.")
+    checkpoints = _train_all(out, data, seed, budget, console)
+    evaluations = {}
+    for name in scenario.evaluated:
+        states = counted(budget.tasks, "unseen start state")
+        with _stage(f"evaluating {scenario.names[name]} on {states}", console):
+            evaluations[name] = _evaluate(checkpoints[name], out / f"{name}.json", seed, budget, console)
+    _print_results(out, scenario, evaluations, console)
+    shown = (scenario.evaluated[0], scenario.evaluated[-1])
+    try:
+        sides = [
+            Side(_short(scenario, name), _acting(load_policy(checkpoints[name]), seed), evaluations[name])
+            for name in shown
+        ]
+        console.print(film_difference(sides[0], sides[1], out / f"{'_and_'.join(shown)}.mp4"))
+    except UserError as error:  # without a renderer everything else is still there
+        console.print(f"No film: {error}", markup=False)
+    best = checkpoints[scenario.evaluated[-1]]
+    if problems := verify(best).problems:
+        raise AssertionError(f"the demo's own checkpoint is not sound: {problems}")
+    console.print(f"{best} is an OpenPI checkpoint (pistar verify: complete and valid).")
+    console.print(f"Took {(time.monotonic() - since) / 60:.1f} minutes.")
 
-    checkpoints: dict[str, Path] = {}
-    weights = out / "weights.npz"
+
+def _train_all(out: Path, data: Path, seed: int, budget: Budget, console: Console) -> dict[str, Path]:
+    """Train everything; returns the last checkpoint of each run."""
+    scenario, checkpoints, weights = SCENARIOS[budget.algo], dict[str, Path](), out / "weights.npz"
     runs = _acrlpd_runs if budget.algo == "acrlpd" else _ript_runs
     for name, config in runs(out, data, seed, budget).items():
         if name != "bc":
@@ -137,66 +175,49 @@ def run(out: Path, seed: int, budget: Budget, console: Console) -> None:
         if name == "acrlpd":
             with _stage("weighing the demonstrations, window by window", console):
                 _weigh(checkpoints["critic"], weights, console)
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, weighed=weights))
-        with _stage(f"training {stage.names[name]}", console):
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, window_weights=weights))
+        with _stage(f"training {scenario.names[name]}", console):
             checkpoints[name] = _train(config, console)
+    return checkpoints
 
-    evaluations = {}
-    for name in stage.judged:
-        states = counted(budget.tasks, "start state")
-        with _stage(f"judging {stage.names[name]} on {states} nobody has seen", console):
-            evaluations[name] = _judge(checkpoints[name], out / f"{name}.json", seed, budget, console)
 
-    console.print(_table(stage, evaluations))
-    rival, best = stage.judged[-2:]
+def _print_results(out: Path, scenario: Scenario, evaluations: Mapping[str, Evaluation], console: Console) -> None:
+    """Print the table and the comparison, and draw the chart."""
+    table = Table("", "succeeded", "rate", "95 %", title=f"{scenario.env}, held-out start states")
+    counts = {name: evaluation.counts for name, evaluation in evaluations.items()}
+    for name, each in counts.items():
+        low, high = each.wilson_95
+        rate = "–" if each.rate is None else f"{each.rate:.0%}"
+        table.add_row(scenario.names[name], f"{each.succeeded}/{each.of}", rate, f"{low:.0%} to {high:.0%}")
+    console.print(table)
+    rival, best = scenario.evaluated[-2:]
     pairs = compare(evaluations[best], evaluations[rival])
     console.print(
-        f"{_short(stage, best)} against {_short(stage, rival)}, start state by start state: {pairs.only_first} only by "
-        f"{_short(stage, best)}, {pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
+        f"{_short(scenario, best)} against {_short(scenario, rival)}, start state by start state: {pairs.only_first} "
+        f"only by {_short(scenario, best)}, {pairs.only_second} only by the other; p = {pairs.p:.2g} (McNemar, exact)."
     )
-    picture = out / "result.svg"
-    counts = {stage.names[name]: each.counts for name, each in evaluations.items()}
-    picture.write_text(
-        success_chart(
-            {name: (each.succeeded, each.of, *each.wilson_95) for name, each in counts.items()},
-            _curves(out, budget),
-            title=f"{stage.env}: successes of {budget.tasks}, and how {_short(stage, best)} learnt",
-        ),
-        encoding="utf-8",
-    )
+    picture, of = out / "result.svg", counts[best].of
+    curves = {
+        caption: _curve(read_metrics(out / "runs" / run / "metrics.jsonl"), metric)
+        for run, metric, caption in scenario.curves
+    }
+    bars = {scenario.names[name]: (each.succeeded, each.of, *each.wilson_95) for name, each in counts.items()}
+    title = f"{scenario.env}: successes of {of}, and how {_short(scenario, best)} learnt"
+    picture.write_text(success_chart(bars, curves, title=title), encoding="utf-8")
     console.print(f"Drew {picture}")
-    try:
-        console.print(_film(stage, checkpoints, evaluations, out, seed))
-    except UserError as error:  # where nothing can be drawn, everything else is there all the same
-        console.print(f"No film: {error}", markup=False)
-    if problems := verify(checkpoints[best]).problems:
-        raise AssertionError(f"the demo's own checkpoint is not sound: {problems}")
-    console.print(f"{checkpoints[best]} is an OpenPI checkpoint (pistar verify finds it whole and sound).")
-    console.print(f"Took {(time.monotonic() - began) / 60:.1f} minutes.")
 
 
-def _short(stage: Stage, name: str) -> str:
-    return stage.names[name].partition(",")[0]
+def _short(scenario: Scenario, name: str) -> str:
+    return scenario.names[name].partition(",")[0]
 
 
-def _curves(out: Path, budget: Budget) -> dict[str, dict[int, float]]:
-    """How it learnt."""
-    told = {
-        "acrlpd": (
-            ("critic", "critic_loss", "ACRLPD's critic: loss"),
-            ("critic", "q_mean", "ACRLPD's critic: value of the data"),
-            ("acrlpd", "loss", "ACRLPD: loss, by weight"),
-        ),
-        "ript": (
-            ("ript", "evaluation/sampled", "held-out successes, by iteration"),
-            ("ript", "practice/success", "success in practice, exploring"),
-        ),
-    }[budget.algo]
-    return {what: _curve(read_metrics(out / "runs" / run / "metrics.jsonl"), metric) for run, metric, what in told}
+def _curve(metrics: list[dict[str, Any]], name: str) -> dict[int, float]:
+    """A metric by step."""
+    return {line["step"]: line[name] for line in metrics if name in line}
 
 
 def _claim(out: Path, seed: int, budget: Budget) -> None:
-    """Lest what another seed or budget left there be taken for this one's."""
+    """Refuse a folder with results of another seed or budget."""
     settings = out / "demo.json"
     ours = {"seed": seed, **dataclasses.asdict(budget)}
     if not settings.exists() and out.exists() and any(out.iterdir()):
@@ -217,15 +238,19 @@ def _stage(what: str, console: Console) -> Iterator[None]:
     console.print(f"({time.monotonic() - since:.0f} s)")
 
 
-def _shaped(
+# --- The runs ---------------------------------------------------------------------------------------------------------
+
+
+def _over(optimizer: AdamWConfig, updates: int) -> AdamWConfig:
+    """The same optimiser with a learning rate that falls over this many updates."""
+    peak = optimizer.schedule.peak_lr
+    return dataclasses.replace(optimizer, schedule=CosineSchedule(min(100, updates // 10), peak, updates, peak / 10))
+
+
+def _adapted(
     config: RLTrainConfig, out: Path, data: Path, seed: int, budget: Budget, name: str, steps: int
 ) -> RLTrainConfig:
-    """A preset as a part of the demo: on its data, in its folder, and so long that rates come down by the end."""
-
-    def over(updates: int, peak: float) -> CosineSchedule:
-        return CosineSchedule(min(100, updates // 10), peak, updates, peak / 10)
-
-    critic_updates = config.algorithm.critic_updates if isinstance(config.algorithm, AcrlpdConfig) else 1
+    """A preset as a part of the demo: on its data, in its folder, with schedules that end with the run."""
     return dataclasses.replace(
         config,
         exp_name=name,
@@ -233,52 +258,54 @@ def _shaped(
         runs=out / "runs",
         steps=steps,
         batch_size=budget.batch,
-        policy_optimizer=dataclasses.replace(
-            config.policy_optimizer, schedule=over(steps, config.policy_optimizer.schedule.peak_lr)
-        ),
-        critic_optimizer=dataclasses.replace(
-            config.critic_optimizer, schedule=over(steps * critic_updates, config.critic_optimizer.schedule.peak_lr)
-        ),
+        policy_optimizer=_over(config.policy_optimizer, steps),
         save_every=steps,
-        audit_every=0,
         log_every=max(10, steps // 30 // 10 * 10),
         seed=seed,
     )
 
 
 def _acrlpd_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
-    """What is trained: imitation of everything; and on from there, imitation of successes, a critic, and ACRLPD."""
+    """BC on everything; from there, BC on successes, a critic, and ACRLPD."""
     bc, rl = get_config("bc_metaworld"), get_config("rl_metaworld")
-    assert isinstance(rl.algorithm, AcrlpdConfig)
-    # The policy rests while its critic learns, so that the data can be weighed once and for all.
-    judging = dataclasses.replace(rl.algorithm, actor="none", critic_warmup=0)
-    shaped = functools.partial(_shaped, out=out, data=data, seed=seed, budget=budget)
+    acrlpd = rl.algorithm
+    assert isinstance(acrlpd, AcrlpdConfig)
+    # The policy is kept as it is while its critic learns, so that the data can be weighed once.
+    critic = dataclasses.replace(
+        acrlpd,
+        actor="none",
+        critic_warmup=0,
+        audit_every=0,
+        critic_optimizer=_over(acrlpd.critic_optimizer, budget.critic * acrlpd.critic_updates),
+    )
+    adapted = functools.partial(_adapted, out=out, data=data, seed=seed, budget=budget)
     filtered = dataclasses.replace(bc, data=dataclasses.replace(bc.data, only_successes=True))
     return {
-        "bc": shaped(bc, name="bc", steps=budget.imitated),
-        "successes": shaped(filtered, name="successes", steps=budget.improved),  # from there too, as long as ACRLPD
-        "critic": shaped(dataclasses.replace(rl, algorithm=judging), name="critic", steps=budget.critic),
-        "acrlpd": shaped(bc, name="acrlpd", steps=budget.improved),
+        "bc": adapted(bc, name="bc", steps=budget.imitated),
+        "successes": adapted(filtered, name="successes", steps=budget.improved),  # as many updates as ACRLPD
+        "critic": adapted(dataclasses.replace(rl, algorithm=critic), name="critic", steps=budget.critic),
+        "acrlpd": adapted(bc, name="acrlpd", steps=budget.improved),
     }
 
 
 def _ript_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RLTrainConfig]:
-    """What is trained: imitation of the demonstrations, and practice on from there."""
-    stage, ript = STAGES["ript"], get_config("ript_metaworld")
+    """BC on the demonstrations, and RIPT from there."""
+    scenario, ript = SCENARIOS["ript"], get_config("ript_metaworld")
+    assert ript.online is not None
     online = dataclasses.replace(
         ript.online,
-        environment=stage.env,
-        limit=stage.limit,
-        contexts=budget.contexts,
+        environment=scenario.env,
+        limit=scenario.limit,
+        start_states_per_iteration=budget.start_states,
         updates=budget.updates,
         evaluate_every=2,
         evaluate_episodes=budget.tasks,
-        # What it is judged by in the end must not steer it.
+        # The start states of the final evaluation must not steer the run.
         health=dataclasses.replace(ript.online.health, max_success_drop=None),
     )
     demonstrations = dataclasses.replace(ript.data, datasets=(str(data),), held_out=0.0)
     return {
-        "bc": _shaped(get_config("bc_metaworld"), out, data, seed, budget, "bc", budget.imitated),
+        "bc": _adapted(get_config("bc_metaworld"), out, data, seed, budget, "bc", budget.imitated),
         "ript": dataclasses.replace(
             ript,
             exp_name="ript",
@@ -292,128 +319,71 @@ def _ript_runs(out: Path, data: Path, seed: int, budget: Budget) -> dict[str, RL
     }
 
 
+def _train(config: RLTrainConfig, console: Console) -> Path:
+    """Train, unless an earlier demo has."""
+    done = saved_steps(config.folder / "checkpoints")
+    if done and done[-1] == config.steps:
+        console.print("done before")
+        return config.folder / "checkpoints" / str(config.steps)
+    train = offline.train if config.online is None else online_loop.train
+    checkpoint = train(config, console, resume=bool(done), overwrite=not done)
+    if checkpoint is None or int(checkpoint.name) < config.steps:
+        raise UserError("Stopped; the same command continues.")
+    return checkpoint
+
+
+def _weigh(critic: Path, weights: Path, console: Console) -> None:
+    """Weigh the data, unless an earlier demo has."""
+    if weights.exists():
+        console.print("done before")
+        return
+    with progress_bar("Weighing windows") as bar:
+        console.print(weigh_dataset(critic, weights, progress=bar).summary(), highlight=False)
+
+
+# --- Episodes ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(scenario: Scenario, episodes: int, starts: Literal["train", "held-out"], seed: int) -> EpisodeSettings:
+    return EpisodeSettings(scenario.env, episodes, starts, options=EnvOptions(limit=scenario.limit), seed=seed)
+
+
 def _collect(data: Path, seed: int, budget: Budget, console: Console) -> str:
-    """Through a script. How many succeeded, in words."""
+    """Collect scripted demonstrations; returns how many succeeded, in words."""
     if data.exists():
         return ", from before"
-    stage = STAGES[budget.algo]
-    script = dataclasses.replace(stage.script, seed=seed)
-    setting = Setting(stage.env, budget.demonstrations, "train", options=EnvOptions(limit=stage.limit), seed=seed)
-    won = 0
-    with episodes_shown("demonstrations", console) as show:
-        rollouts = run_task(stage.env, setting, Player(script, None, 1), record=True)
+    scenario = SCENARIOS[budget.algo]
+    script = dataclasses.replace(scenario.script, seed=seed)
+    settings, successes = _settings(scenario, budget.demonstrations, "train", seed), 0
+    with show_episodes("demonstrations", console) as show:
+        rollouts = run_task(scenario.env, settings, ActingPolicy(script, None, 1), record=True)
         scene, total, first = next(rollouts)
         with dataset_writer(data, scene, find_robot(scene.robot)) as writer:
             for rollout in (first, *(each for _, _, each in rollouts)):
                 if rollout.episode is None:
                     raise UserError(f"The simulator failed: {rollout.faults[-1].detail}; try again.")
                 writer.add(rollout.episode)
-                won += rollout.episode.success
+                successes += rollout.episode.success
                 show(scene, total, rollout)
-    return f", {won} of them successful"
+    return f", {successes} of them successful"
 
 
-def _train(config: RLTrainConfig, console: Console) -> Path:
-    """Or what an earlier demo trained."""
-    done = saved_steps(config.folder / "checkpoints")
-    if done and done[-1] == config.steps:
-        console.print("done before")
-        return config.folder / "checkpoints" / str(config.steps)
-    train = online.train if config.practises else offline.train
-    checkpoint = train(config, console, resume=bool(done), overwrite=not done)
-    if checkpoint is None or int(checkpoint.name) < config.steps:
-        raise UserError("Stopped; the same command goes on.")
-    return checkpoint
+def _acting(policy: Policy, seed: int) -> ActingPolicy:
+    return ActingPolicy(
+        lambda count: Actor(policy, batch_size(count), seed), policy.robot, policy.config.action_horizon
+    )
 
 
-def _weigh(critic: Path, weights: Path, console: Console) -> None:
-    """Or what an earlier demo weighed."""
-    if weights.exists():
-        console.print("done before")
-        return
-    with progress_bar("Weighing windows") as bar:
-        console.print(weigh(critic, weights, progress=bar).told(), highlight=False)
-
-
-def _player(policy: Policy, seed: int) -> Player:
-    return Player(lambda count: Actor(policy, batch_size(count), seed), policy.robot, policy.config.action_horizon)
-
-
-def _judge(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Console) -> Evaluation:
+def _evaluate(checkpoint: Path, path: Path, seed: int, budget: Budget, console: Console) -> Evaluation:
     if path.exists():
         console.print("done before")
         return load_evaluation(path)
-    stage, policy = STAGES[budget.algo], load_policy(checkpoint)
-    setting = Setting(stage.env, budget.tasks, "held-out", options=EnvOptions(limit=stage.limit), seed=seed)
-    player = _player(policy, seed)
-    prepared = prepare(setting, player, checkpoint=str(checkpoint), weights="serving", **policy.identity())
-    with episodes_shown("episodes", console) as show:
-        found = evaluate(prepared, setting, player, each=show)
+    policy, settings = load_policy(checkpoint), _settings(SCENARIOS[budget.algo], budget.tasks, "held-out", seed)
+    acting = _acting(policy, seed)
+    record = PolicyRecord(checkpoint=str(checkpoint), weights="serving", **policy.identity())
+    prepared = prepare_evaluation(settings, acting, record)
+    with show_episodes("episodes", console) as show:
+        found = evaluate(prepared, settings, acting, each=show)
     found.save(path)
-    console.print(f"by {found.whose}")
+    console.print(f"by {found.weights_in_words}")
     return found
-
-
-def _table(stage: Stage, evaluations: dict[str, Evaluation]) -> Table:
-    table = Table("", "succeeded", "rate", "95 %", title=f"{stage.env}, held-out start states")
-    for name, evaluation in evaluations.items():
-        counts = evaluation.counts
-        low, high = counts.wilson_95
-        rate = "–" if counts.rate is None else f"{counts.rate:.0%}"
-        table.add_row(stage.names[name], f"{counts.succeeded}/{counts.of}", rate, f"{low:.0%} to {high:.0%}")
-    return table
-
-
-def _curve(metrics: list[dict[str, Any]], name: str) -> dict[int, float]:
-    """By step, where the run measured it."""
-    return {line["step"]: line[name] for line in metrics if name in line}
-
-
-FILM_TRIES = 5
-"""Start states to run again for a film."""
-
-
-def _film(
-    stage: Stage, checkpoints: Mapping[str, Path], evaluations: Mapping[str, Evaluation], out: Path, seed: int
-) -> str:
-    """Both policies from one start state where imitation fails and π* succeeds, side by side; what to say of it.
-
-    They are run again for it, alone, which may change their last bits: what does not come out as it was judged is not
-    shown, and another start state is taken.
-    """
-    shown = (stage.judged[0], stage.judged[-1])
-    before, after = (_short(stage, name) for name in shown)
-    (lost,), (gained,) = (evaluations[name].results for name in shown)
-    starts = [
-        one.start_id
-        for one, other in zip(lost.trials, gained.trials, strict=True)
-        if one.success is False and other.success
-    ]
-    if not starts:
-        return f"No start state where {before} fails and {after} succeeds, so no film."
-    players = {name: _player(load_policy(checkpoints[name]), seed) for name in shown}
-    with Environments(stage.env, EnvOptions(limit=stage.limit), count=1, workers=1) as envs:
-        for start_id in starts[:FILM_TRIES]:
-            again = {}
-            for name, player in players.items():
-                assert not isinstance(player.act, Script)
-                # In a batch of the shape it was judged in, which decides the last bits.
-                act = player.act(evaluations[name].environments)
-                (again[name],) = roll_out(envs, [start_id], act, execute=evaluations[name].execute, films=1)
-            if [rollout.episode is not None and rollout.episode.success for rollout in again.values()] == [False, True]:
-                break
-        else:
-            tried = counted(len(starts[:FILM_TRIES]), "start state")
-            return f"No film: {tried} where {before} fails and {after} succeeds came out otherwise when run again."
-    films = [[_captioned(frame, _short(stage, name)) for frame in rollout.film] for name, rollout in again.items()]
-    length = max(map(len, films))
-    frames = [np.concatenate([film[min(i, len(film) - 1)] for film in films], axis=1) for i in range(length)]
-    path = out / f"{'_and_'.join(shown)}.mp4"
-    write_video(path, frames, envs.scene.fps)
-    return f"Filmed {path}: start state {start_id}, where {before} fails and {after} succeeds."
-
-
-def _captioned(frame: UInt8[np.ndarray, "h w 3"], text: str) -> UInt8[np.ndarray, "h w 3"]:
-    picture = Image.fromarray(frame)
-    ImageDraw.Draw(picture).text((6, 4), text, fill=(20, 20, 20), font_size=16)
-    return np.asarray(picture)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from plain tables, as JSON and YAML hold them, and back."""
+"""Convert frozen dataclasses to plain tables, as in JSON and YAML, and back."""
 
 import contextlib
 import dataclasses
@@ -14,35 +14,36 @@ from pistar.errors import UserError
 T = TypeVar("T")
 
 TYPE = "type"
-"""Tells which of several dataclasses a table is."""
+"""The key that names the dataclass of a table, where a field may be one of several."""
 
 
 def to_table(value: object) -> Any:  # noqa: ANN401  # tables, lists and plain values
-    """A dataclass as a table. Where a field may be one of several dataclasses, its table says which."""
+    """Convert a dataclass to a table. Where a field may be one of several dataclasses, its table names the one."""
     if not dataclasses.is_dataclass(value):
         if isinstance(value, tuple):
             return [to_table(item) for item in value]
         return str(value) if isinstance(value, Path) else value
-    table = {}
-    for name, hint in typing.get_type_hints(type(value)).items():
+    table, hints = {}, typing.get_type_hints(type(value))
+    for name in (field.name for field in dataclasses.fields(value)):
         inner = to_table(getattr(value, name))
-        if isinstance(inner, dict) and len(_dataclasses_of(hint)) > 1:
+        if isinstance(inner, dict) and len(_dataclasses_of(hints[name])) > 1:
             inner = {TYPE: type(getattr(value, name)).__name__} | inner
         table[name] = inner
     return table
 
 
 def from_table(kind: type[T], data: object, where: str, *, default: T | None = None, whole: bool = False) -> T:
-    """A dataclass of a table, every value of the right type, unknown names refused with the nearest known one.
+    """Convert a table to a dataclass and check the types. For an unknown name the error suggests the nearest one.
 
-    What the table leaves out is as in `default`, else as the dataclass has it; if `whole`, nothing may be left out.
+    Missing fields come from `default`, else from the dataclass's defaults; if `whole`, none may be missing. `where`:
+    what errors call the table.
     """
     built: T = _Builder(whole).build(kind, data, where, default)
     return built
 
 
 def fits(hint: Any, data: object) -> bool:  # noqa: ANN401  # a type, of any sort
-    """Whether a field of this type can be what a table says."""
+    """Whether a field of this type accepts this value of a table."""
     with contextlib.suppress(UserError):
         _Builder(whole=False).build(hint, data, "")
         return True
@@ -67,7 +68,7 @@ class _Builder:
         if origin is tuple and isinstance(data, list):
             kinds = (options[0],) * len(data) if options[-1] is Ellipsis else options
             if len(kinds) != len(data):
-                raise UserError(f"{where} has {len(data)} entries; it needs {len(kinds)}.")
+                raise UserError(f"{where} has {len(data)} entries; give {len(kinds)}.")
             items = zip(kinds, data, strict=True)
             return tuple(self.build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(items))
         if origin is dict and isinstance(data, Mapping):
@@ -85,9 +86,11 @@ class _Builder:
                 return float(data)
         if kind is Path and isinstance(data, str):
             return Path(data)
-        if type(data) is kind:  # not isinstance: True is no dimension
+        if type(data) is kind:  # not isinstance: True is an int, but no dimension
             return data
-        raise UserError(f"{where} is {data!r}; its type is {getattr(kind, '__name__', kind)}, give such a value.")
+        raise UserError(
+            f"{where} is {data!r}; its type is {getattr(kind, '__name__', kind)}: give a value of that type."
+        )
 
     def _union(self, options: tuple[Any, ...], data: object, where: str, default: object) -> object:
         if data is None and type(None) in options:
@@ -100,7 +103,7 @@ class _Builder:
         if named is None and type(default) in tables.values():
             named = type(default).__name__
         if named not in tables:
-            raise UserError(f"{where}.{TYPE} is {named!r}; say which it is: {', '.join(tables)}.")
+            raise UserError(f"{where}.{TYPE} is {named!r}; use one of {', '.join(tables)}.")
         rest = {key: value for key, value in data.items() if key != TYPE} if isinstance(data, Mapping) else data
         return self.build(tables[named], rest, where, default)
 

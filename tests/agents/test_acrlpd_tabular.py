@@ -1,4 +1,4 @@
-"""The critic's own code on a chain whose chunked control is solved by brute force."""
+"""The critic's loss on a small corridor, whose optimal values of chunks are found by brute force."""
 
 import dataclasses
 import functools
@@ -11,21 +11,22 @@ import optax
 import pytest
 from jaxtyping import Array
 
-from pistar.agents.acrlpd import Transitions, compute_critic_loss
 from pistar.agents.estimators import ema, h_step_return, reachable_returns
-from pistar.config import CriticConfig, Head
-from pistar.data.chunks import Tails, WindowOptions, build_windows
-from pistar.models.critic import Critic, Seen
+from pistar.agents.td_loss import Transitions, compute_critic_loss
+from pistar.data.windows import WindowOptions, build_windows
+from pistar.models.config import CriticConfig, Head
+from pistar.models.critic import Critic, CriticInput
 from pistar.models.pi0 import Params
+from pistar.types import Tails
 
-# A corridor of states 1..5 between a pit (0: the task failed) and a goal (6). Actions step left or right; −1 a step, 0
-# for the one that reaches the goal, −FALL for the one into the pit. Chunks of H steps are played without looking.
+# A corridor of states 1..5 between a pit (0: the task failed) and a goal (6). Actions step left or right; the reward is
+# −1 per step, 0 for the step that reaches the goal, −FALL for the one into the pit. Chunks of H steps are open loop.
 PIT, GOAL, FALL, GAMMA, H, LIMIT = 0, 6, 8.0, 0.9, 3, 9
 CHUNKS = np.array(list(itertools.product((-1, 1), repeat=H)), np.float32)
 
 
 def play(state: int, chunk: np.ndarray) -> tuple[float, int, int]:
-    """The return of a chunk from here, where it leads, and after how many steps."""
+    """The return of a chunk from a state, the state after it, and its number of steps."""
     total = 0.0
     for k, action in enumerate(chunk):
         state += int(action)
@@ -36,7 +37,7 @@ def play(state: int, chunk: np.ndarray) -> tuple[float, int, int]:
 
 
 def optimal_values() -> np.ndarray:
-    """Q*(s, chunk), by sweeping until nothing moves."""
+    """Q*(s, chunk), by value iteration."""
     q = np.zeros((GOAL + 1, len(CHUNKS)))
     for _ in range(200):
         for s in range(1, GOAL):
@@ -50,12 +51,12 @@ def optimal_values() -> np.ndarray:
 class Data:
     rows: dict[str, np.ndarray]
     ends: dict[str, int]
-    """How many episodes ended how."""
+    """Number of episodes by their end."""
 
 
 @functools.cache
 def data(tails: Tails) -> Data:
-    """Windows of episodes of random actions, cut by the real code; everything after the last action was kept."""
+    """Windows of episodes of random actions, cut by the package's own code; the last observation is kept."""
     rng = np.random.default_rng(0)
     states, actions, rewards, ended, lengths = [], [], [], [], []
     ends = {"success": 0, "failure": 0, "timeout": 0}
@@ -91,14 +92,14 @@ def data(tails: Tails) -> Data:
     return Data(rows, ends)
 
 
-def seen(states: Array) -> Seen:
-    return Seen(jax.nn.one_hot(states, GOAL + 1), jnp.zeros((len(states), 0)), None)
+def inputs(states: Array) -> CriticInput:
+    return CriticInput(jax.nn.one_hot(states, GOAL + 1), jnp.zeros((len(states), 0)), None)
 
 
 def critic_of(head: Head) -> Critic:
     config = CriticConfig(ensemble=2, hidden=(64, 64), head=head)
     bounds = reachable_returns((-1.0, -1.0), (-FALL, 0.0), GAMMA)
-    return Critic(config, H, 1, state_dims=0, feature_dims=GOAL + 1, cameras=(), bounds=bounds, loss_kind="huber")
+    return Critic(config, H, 1, state_dims=0, feature_dims=GOAL + 1, cameras=(), bounds=bounds)
 
 
 @functools.cache
@@ -116,12 +117,12 @@ def learnt_values(head: Head, tails: Tails) -> np.ndarray:
         row = jax.tree.map(lambda leaf: leaf[which], rows)
         order = jax.vmap(lambda k: jax.random.permutation(k, len(CHUNKS)))(jax.random.split(order_key, size))
         batch = Transitions(
-            seen=seen(row["state"]),
+            inputs=inputs(row["state"]),
             actions=row["actions"],
             valid=row["valid"],
             returns=row["returns"],
             bootstrap=row["bootstrap"],
-            next_seen=seen(row["next_state"]),
+            next_inputs=inputs(row["next_state"]),
             candidates=jnp.asarray(CHUNKS)[order][..., None],
             trains=row["trains"],
         )
@@ -137,7 +138,7 @@ def learnt_values(head: Head, tails: Tails) -> np.ndarray:
         return params
 
     everything = jnp.broadcast_to(jnp.asarray(CHUNKS)[None, ..., None], (GOAL - 1, *CHUNKS.shape, 1))
-    return np.asarray(critic.values(train(params), seen(jnp.arange(1, GOAL)), everything).mean(axis=0))
+    return np.asarray(critic.values(train(params), inputs(jnp.arange(1, GOAL)), everything).mean(axis=0))
 
 
 @pytest.mark.parametrize("head", ["bounded", "linear"])

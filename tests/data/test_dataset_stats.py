@@ -1,4 +1,4 @@
-"""Norm statistics of a dataset against the plain transforms, frame by frame."""
+"""Norm statistics of a dataset equal those of a loop over frames."""
 
 import dataclasses
 import time
@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from pistar.data.dataset_stats import compute_norm_stats
-from pistar.data.lerobot import Dataset, open_dataset
-from pistar.data.lerobot_writer import write_dataset
+from pistar.data.lerobot.dataset import Dataset
+from pistar.data.lerobot.reader import open_dataset
+from pistar.data.lerobot.writer import write_dataset
 from pistar.data.robots import ROBOTS, aloha_actions_to_model, aloha_state_to_model
 from pistar.errors import UserError
 from pistar.types import Episode
 
-LEROBOT = Path(__file__).parent.parent / "fixtures" / "lerobot"
+from helpers.paths import FIXTURES
+
+LEROBOT = FIXTURES / "lerobot"
 HORIZON = 7
 
 
@@ -44,7 +47,7 @@ def test_stats_are_those_of_the_chunks_the_model_is_given(dataset: Dataset) -> N
         low, high = ours[name].q01, ours[name].q99
         assert low is not None
         assert high is not None
-        # OpenPI's running histogram is stretched as it goes, and knows a quantile to a small part of the range.
+        # The histogram is stretched as data arrives, so a quantile is exact to a small part of the range.
         width = (rows.max(axis=0) - rows.min(axis=0)) / 100
         assert (np.abs(low - np.quantile(rows, 0.01, axis=0)) <= width + 1e-9).all()
         assert (np.abs(high - np.quantile(rows, 0.99, axis=0)) <= width + 1e-9).all()
@@ -78,7 +81,7 @@ def test_a_hundred_episodes_take_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("robot", "repack", "horizon", "says"),
     [
-        ("aloha", None, 0, "horizon is 0; a chunk has at least 1 action"),
+        ("aloha", None, 0, "horizon is 0; give at least 1 action per chunk"),
         ("aloha", {"actions": "action"}, 5, "repack has no column for 'state' of aloha"),
         ("libero", {"observation/state": "observation.state", "actions": "action"}, 5, "has 14 dimensions but libero"),
         ("aloha", {"state": "nothing", "actions": "action"}, 5, "nothing"),

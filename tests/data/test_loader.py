@@ -1,4 +1,4 @@
-"""Batches against what `input_transform` makes of the same frames one by one, and against a loop over windows."""
+"""Batches equal what `input_transform` gives for the same frames, one by one."""
 
 import dataclasses
 import itertools
@@ -19,15 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pistar.data.chunks import WindowOptions
-from pistar.data.dataset_stats import compute_norm_stats
-from pistar.data.frame_pool import FramePool
-from pistar.data.frames import Frames, open_frames
-from pistar.data.lerobot import Dataset, open_dataset
-from pistar.data.loader import Loader, Part, PoolOptions, _PoolSchedule, _shares
-from pistar.data.rewards import FromColumn, RewardScheme
-from pistar.data.robots import ROBOTS, Robot, input_transform
-from pistar.data.source import (
+from pistar.data.chunk_source import (
     ChunkSource,
     ModelInputs,
     dataset_cameras,
@@ -35,12 +27,23 @@ from pistar.data.source import (
     label_dataset,
     split_episodes,
 )
+from pistar.data.dataset_stats import compute_norm_stats
+from pistar.data.frame_cache import Frames, open_frames
+from pistar.data.frame_pool import FramePool
+from pistar.data.lerobot.dataset import Dataset
+from pistar.data.lerobot.reader import open_dataset
+from pistar.data.loader import Loader, Part, PoolOptions, _PoolSchedule, _shares
+from pistar.data.robots import ROBOTS, Robot, input_transform
+from pistar.data.success_sources import FromColumn
 from pistar.data.transforms import stack_observations
+from pistar.data.windows import WindowOptions
 from pistar.errors import UserError
 from pistar.models.tokenizer import PromptTokenizer, load_tokenizer
-from pistar.types import ChunkBatch, Observation
+from pistar.types import ChunkBatch, Observation, RewardScheme
 
-LEROBOT = Path(__file__).parent.parent / "fixtures" / "lerobot"
+from helpers.paths import FIXTURES, program
+
+LEROBOT = FIXTURES / "lerobot"
 SIZE, HORIZON, EXECUTED = 24, 8, 5
 OPTIONS = WindowOptions(HORIZON, EXECUTED)
 
@@ -85,7 +88,7 @@ def same(one: object, other: object) -> bool:
 
 
 class Twin:
-    """The slow and obvious way: decode, transform and count one frame at a time."""
+    """The slow and obvious way: decode and transform one frame at a time."""
 
     def __init__(self, dataset: Dataset, inputs: ModelInputs) -> None:
         self.dataset, self.inputs = dataset, inputs
@@ -142,10 +145,9 @@ def test_a_batch_is_what_the_transforms_make_of_its_frames(
     source, twin = make_source(dataset, inputs, frames), Twin(dataset, inputs)
     loader = Loader([Part(source)], 24, seed=3)
     batch = loader.sample_batch(11)
-    # Which windows these are is told by a second loader that has nothing to hide.
     starts = drawn_starts(source, 24, seed=3, step=11)
     fields = source.windows.gather(starts)
-    assert not fields.valid.all()  # some reach past an end
+    assert not fields.valid.all()  # some reach past an episode's end
     check_observation(batch.observations, [twin.frame(int(row)) for row in fields.observation_rows])
     check_observation(batch.next_observations, [twin.frame(int(row)) for row in fields.next_rows])
     wanted = np.stack([twin.frame(int(start))["actions"] for start in starts])
@@ -155,18 +157,18 @@ def test_a_batch_is_what_the_transforms_make_of_its_frames(
 
 
 def drawn_starts(source: ChunkSource, size: int, seed: int, step: int) -> np.ndarray:
-    """By a source whose states are the rows' own numbers."""
-    told = spy(source)
-    assert (told.windows.kept_before == 0).all()
-    return rows_of(Loader([Part(told)], size, seed).sample_batch(step))
+    """Return the rows at which the windows of a batch start."""
+    spied = spy(source)
+    assert (spied.windows.kept_before == 0).all()
+    return rows_of(Loader([Part(spied)], size, seed).sample_batch(step))
 
 
 def spy(source: ChunkSource) -> ChunkSource:
-    """The same windows; the first number of the state is the row."""
-    told = source.select(source.episodes)
+    """Return a source of the same windows whose states are the row numbers."""
+    spied = source.select(source.episodes)
     rows = np.arange(len(source.windows.rewards), dtype=np.float32)
-    told._state = np.repeat(rows[:, None], 32, axis=1)
-    return told
+    spied._state = np.repeat(rows[:, None], 32, axis=1)
+    return spied
 
 
 def rows_of(batch: ChunkBatch) -> np.ndarray:
@@ -180,9 +182,9 @@ def test_a_step_always_gives_the_same_batch_and_another_step_or_seed_another(sou
     loader.sample_batch(2)
     assert same(loader.sample_batch(5), later)
     assert same(again.sample_batch(5), later)
-    told = spy(source)
+    spied = spy(source)
     drawn = {
-        (seed, step): tuple(rows_of(Loader([Part(told)], 16, seed).sample_batch(step)))
+        (seed, step): tuple(rows_of(Loader([Part(spied)], 16, seed).sample_batch(step)))
         for seed in (0, 1, 2**40)
         for step in (0, 1, 10**9)
     }
@@ -205,7 +207,7 @@ def test_memory_of_dropped_batches_is_used_again(source: ChunkSource) -> None:
         image: Any = batch.observations.images["base_0_rgb"]
         addresses.add(image.unsafe_buffer_pointer())
         del batch, image
-    # Two moments, three cameras, and about as many batches at a time as are made ahead.
+    # Before and after the window, three cameras, and about five batches alive at a time.
     assert len(addresses) <= 2 * 3 * 5
     assert all(address % 64 == 0 for address in addresses)
 
@@ -224,7 +226,7 @@ def test_batches_are_made_before_they_are_asked_for(source: ChunkSource, monkeyp
     deadline = time.monotonic() + 20
     while len(made) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert sorted(made) == [0, 1, 2, 3]  # the one taken, and three ahead: no more
+    assert sorted(made) == [0, 1, 2, 3]  # the one taken and three ahead, no more
 
 
 def test_a_batch_becomes_a_device_array_without_a_copy(source: ChunkSource) -> None:
@@ -232,7 +234,7 @@ def test_a_batch_becomes_a_device_array_without_a_copy(source: ChunkSource) -> N
     assert jax.device_put(image).unsafe_buffer_pointer() == image.ctypes.data
 
 
-def test_an_endless_stream_stops_its_threads_when_nobody_listens(source: ChunkSource) -> None:
+def test_an_endless_stream_stops_its_threads_when_it_is_closed(source: ChunkSource) -> None:
     stream = Loader([Part(source)], 4, seed=0).batches(0)
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # it is a generator
@@ -243,12 +245,12 @@ def test_an_error_in_the_background_reaches_the_reader(source: ChunkSource, monk
     def fail(*_: object) -> None:
         raise UserError("the disk is gone")
 
-    monkeypatch.setattr(type(source.pictures), "gather", fail)
+    monkeypatch.setattr(type(source.frames), "gather", fail)
     with pytest.raises(UserError, match="the disk is gone"):
         next(iter(Loader([Part(source)], 4, seed=0).batches(0, 3)))
 
 
-def test_policy_batches_hold_the_same_windows_without_what_follows(source: ChunkSource) -> None:
+def test_policy_batches_hold_the_same_windows_without_next_observations(source: ChunkSource) -> None:
     loader = Loader([Part(source)], 8, seed=0)
     chunks, policy = loader.sample_batch(4), loader.sample_policy_batch(4)
     assert same(policy.observations, chunks.observations)
@@ -258,7 +260,7 @@ def test_policy_batches_hold_the_same_windows_without_what_follows(source: Chunk
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_together_hold_the_batch_of_one(source: ChunkSource, hosts: int) -> None:
+def test_all_hosts_together_hold_the_batch_of_a_single_host(source: ChunkSource, hosts: int) -> None:
     whole = Loader([Part(source)], 16, seed=9).sample_batch(3)
     parts = [Loader([Part(source)], 16, seed=9, host=host, hosts=hosts).sample_batch(3) for host in range(hosts)]
     assert same(jax.tree.map(lambda *rows: np.concatenate(rows), *parts), whole)
@@ -275,14 +277,14 @@ def test_rows_are_laid_over_the_devices_by_a_sharding(source: ChunkSource) -> No
 
 @pytest.mark.parametrize(("hosts", "devices"), [(1, 8), (2, 2)])
 def test_rows_lie_on_the_devices_of_all_hosts(tmp_path: Path, hosts: int, devices: int) -> None:
-    program = str(Path(__file__).parent.parent / "draw_on_devices.py")
+    script = program("draw_on_devices")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     processes = [
         subprocess.Popen(
-            [sys.executable, program, port, str(hosts), str(host), str(tmp_path)],
+            [sys.executable, script, port, str(hosts), str(host), str(tmp_path)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -300,9 +302,9 @@ def test_rows_lie_on_the_devices_of_all_hosts(tmp_path: Path, hosts: int, device
 
 
 def test_each_batch_keeps_the_shares_and_its_halves_are_mixed_alike(source: ChunkSource) -> None:
-    told = spy(source)
-    low, high = told.select(told.episodes[:4]), told.select(told.episodes[4:])
-    border = int(told.windows.ends[3])
+    spied = spy(source)
+    low, high = spied.select(spied.episodes[:4]), spied.select(spied.episodes[4:])
+    border = int(spied.windows.ends[3])
     loader = Loader([Part(low, 1.0), Part(high, 3.0)], 64, seed=0)
     firsts = []
     for step in range(20):
@@ -326,7 +328,7 @@ def test_shares_are_never_off_by_more_than_one_row(weights: list[float], count: 
     assert (abs(sizes - wanted) <= 1 + 1e-6).all()
 
 
-def test_shares_that_are_no_whole_numbers_are_right_on_average() -> None:
+def test_shares_that_are_not_whole_rows_are_right_on_average() -> None:
     sizes = [np.diff([0, *_shares([1.0, 2.0], 4, float(offset))])[0] for offset in np.arange(0.005, 1, 0.01)]
     assert np.mean(sizes) == pytest.approx(4 / 3, abs=0.02)
 
@@ -334,14 +336,14 @@ def test_shares_that_are_no_whole_numbers_are_right_on_average() -> None:
 def test_a_dataset_of_another_rate_is_not_mixed_in(source: ChunkSource) -> None:
     slow = source.select(source.episodes)
     slow.fps = 10.0
-    with pytest.raises(UserError, match="50 and 10 frames a second"):
+    with pytest.raises(UserError, match="50 and 10 frames per second"):
         Loader([Part(source), Part(slow)], 4, seed=0)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mixture": []}, "nothing to draw from"),
+        ({"mixture": []}, "mixture is empty"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 5, "hosts": 2}, "multiple of the number of hosts, 2: try 4"),
         ({"seed": -1}, "seed is -1"),
@@ -351,7 +353,7 @@ def test_a_dataset_of_another_rate_is_not_mixed_in(source: ChunkSource) -> None:
         ({"ahead": -1}, "-1 batches ahead"),
         ({"weight": 0.0}, r"weights of the mixture are \[0.0\]"),
         ({"weight": -1.0}, r"weights of the mixture are \[-1.0\]"),
-        ({"episodes": []}, "no window to draw"),
+        ({"episodes": []}, "no windows to draw"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(source: ChunkSource, change: dict[str, Any], words: str) -> None:
@@ -388,15 +390,15 @@ def test_datasets_normalised_or_tokenised_differently_are_not_mixed(source: Chun
         Loader([Part(source), Part(other)], 4, seed=0)
 
 
-def test_datasets_cut_differently_are_not_mixed(source: ChunkSource) -> None:
+def test_datasets_with_different_windows_are_not_mixed(source: ChunkSource) -> None:
     other = source.select(source.episodes)
     other.windows = dataclasses.replace(source.windows, options=WindowOptions(HORIZON, 2))
-    with pytest.raises(UserError, match="cut differently"):
+    with pytest.raises(UserError, match="have different windows"):
         Loader([Part(source), Part(other)], 4, seed=0)
 
 
 @pytest.mark.parametrize("wrong", ["root", "size", "labels"])
-def test_pictures_and_labels_of_something_else_are_refused(
+def test_frames_and_labels_of_another_dataset_are_refused(
     dataset: Dataset, inputs: ModelInputs, frames: Frames, wrong: str
 ) -> None:
     labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
@@ -414,16 +416,16 @@ def test_a_norm_that_does_not_exist_is_refused(inputs: ModelInputs, monkeypatch:
         dataclasses.replace(inputs, norm="z")  # type: ignore[arg-type]
 
 
-def test_a_source_may_stand_for_itself(source: ChunkSource) -> None:
+def test_a_bare_source_is_a_part_of_weight_one(source: ChunkSource) -> None:
     assert same(Loader([source], 4, seed=0).sample_batch(0), Loader([Part(source)], 4, seed=0).sample_batch(0))
 
 
 def test_episodes_that_do_not_exist_are_not_selected(source: ChunkSource) -> None:
-    with pytest.raises(UserError, match="Episodes 3 to 99 were chosen; there are 0 to 11"):
+    with pytest.raises(UserError, match="Episodes 3 to 99 were selected; choose from 0 to 11"):
         source.select(np.array([3, 99]))
 
 
-# A few episodes at a time
+# Pools of episodes
 
 
 @pytest.fixture
@@ -441,7 +443,7 @@ def test_memory_pool_and_disk_cache_give_the_same_batches(
     memory = Loader([Part(make_source(dataset, inputs, pool))], 32, seed=4, pool=options)
     for step, batch in enumerate(memory.batches(20, 50), start=20):
         assert same(batch, disk.sample_batch(step)), step
-    assert same(memory.sample_batch(3), disk.sample_batch(3))  # back in time
+    assert same(memory.sample_batch(3), disk.sample_batch(3))  # an earlier step
 
 
 def test_without_pools_the_memory_pool_holds_everything(
@@ -451,7 +453,9 @@ def test_without_pools_the_memory_pool_holds_everything(
     assert same(memory.sample_batch(0), Loader([Part(source)], 16, seed=4).sample_batch(0))
 
 
-def test_the_pool_decodes_ahead_and_forgets(dataset: Dataset, pool: FramePool, source: ChunkSource) -> None:
+def test_the_pool_decodes_upcoming_episodes_and_drops_old_ones(
+    dataset: Dataset, pool: FramePool, source: ChunkSource
+) -> None:
     def held() -> set[int]:
         return {episode for episode, _ in pool._decoded}
 
@@ -460,7 +464,7 @@ def test_the_pool_decodes_ahead_and_forgets(dataset: Dataset, pool: FramePool, s
     assert held() == {1, 3, 7}
     pool.view(np.array([7]), np.array([2]), mine)
     assert held() == {7, 2}
-    pool.view(np.array([5]), np.array([2]), yours)  # who draws from the same pool takes nothing away
+    pool.view(np.array([5]), np.array([2]), yours)  # a second claimant does not drop the first one's
     assert held() == {7, 2, 5}
     del yours
     pool.view(np.array([7]), np.array([2]), mine)
@@ -468,33 +472,33 @@ def test_the_pool_decodes_ahead_and_forgets(dataset: Dataset, pool: FramePool, s
     # A batch that is still being made keeps what it needs.
     info, out = dataset.episodes[3], np.zeros((1, SIZE, SIZE, 3), np.uint8)
     view.gather(dataset.cameras[0], np.array([info.from_row + 2]), out, np.array([0]))
-    with pytest.raises(IndexError, match="not all of these episodes"):
+    with pytest.raises(IndexError, match="not all in these episodes"):
         view.gather(dataset.cameras[0], np.array([dataset.episodes[7].from_row]), out, np.array([0]))
 
 
 def test_a_pass_draws_from_every_episode_in_proportion_to_its_windows(source: ChunkSource) -> None:
-    told = spy(source)
-    loader = Loader([Part(told)], 50, seed=0, pool=PoolOptions(episodes=3, reuse=20.0))
-    steps = 20 * len(told.starts) // 50
-    counts = np.zeros(len(told.windows.ends))
+    spied = spy(source)
+    loader = Loader([Part(spied)], 50, seed=0, pool=PoolOptions(episodes=3, reuse=20.0))
+    steps = 20 * len(spied.starts) // 50
+    counts = np.zeros(len(spied.windows.ends))
     for step in range(steps):
         rows = rows_of(loader.sample_batch(step))
-        episodes = np.unique(told.windows.episodes[rows])
+        episodes = np.unique(spied.windows.episodes[rows])
         assert len(episodes) <= 3
-        counts += np.bincount(told.windows.episodes[rows], minlength=len(counts))
-    windows = np.bincount(told.windows.episodes[told.starts], minlength=len(counts))
+        counts += np.bincount(spied.windows.episodes[rows], minlength=len(counts))
+    windows = np.bincount(spied.windows.episodes[spied.starts], minlength=len(counts))
     np.testing.assert_allclose(counts / windows, 20, rtol=0.25)
 
 
 @given(step=st.integers(0, 10**6), size=st.integers(1, 14), seed=st.integers(0, 5))
-def test_pools_follow_each_other_as_announced(source: ChunkSource, step: int, size: int, seed: int) -> None:
+def test_the_next_pool_has_the_upcoming_episodes(source: ChunkSource, step: int, size: int, seed: int) -> None:
     schedule = _PoolSchedule.of(source, PoolOptions(size), seed, 16.0)
-    turn = schedule.turn(step)
-    assert len(turn.episodes) <= size
-    assert set(source.windows.episodes[turn.starts]) == set(turn.episodes)
-    after = next(t for s in itertools.count(step + 1) if (t := schedule.turn(s)) is not turn)
+    pool = schedule.pool(step)
+    assert len(pool.episodes) <= size
+    assert set(source.windows.episodes[pool.starts]) == set(pool.episodes)
+    after = next(p for s in itertools.count(step + 1) if (p := schedule.pool(s)) is not pool)
     if len(schedule._pass(0)[0]) > 1:
-        assert np.array_equal(after.episodes, turn.upcoming)
+        assert np.array_equal(after.episodes, pool.upcoming)
 
 
 def test_every_pass_has_an_order_of_its_own(source: ChunkSource) -> None:
@@ -503,7 +507,7 @@ def test_every_pass_has_an_order_of_its_own(source: ChunkSource) -> None:
     assert len(orders) == 20
 
 
-def test_a_part_drawn_from_less_has_longer_turns(source: ChunkSource) -> None:
+def test_a_pool_of_a_part_with_a_smaller_share_lasts_longer(source: ChunkSource) -> None:
     often, seldom = (_PoolSchedule.of(source, PoolOptions(2), 0, drawn) for drawn in (16.0, 4.0))
     assert seldom._pass_steps == pytest.approx(4 * often._pass_steps, rel=0.05)
 
@@ -524,28 +528,28 @@ def test_pools_of_nothing_are_refused(options: tuple[Any, ...], words: str) -> N
 # Sources
 
 
-def test_windows_are_drawn_as_often_as_they_weigh_and_unwanted_ones_never(source: ChunkSource) -> None:
+def test_windows_are_drawn_in_proportion_to_their_weights(source: ChunkSource) -> None:
     weights = np.zeros(len(source.windows.episodes), np.float32)
     weights[source.starts[[3, 10]]] = 1.0, 3.0
-    heavy = source.weighed(weights)
-    assert (source.mass, heavy.mass) == (len(source.starts), 4.0)
+    heavy = source.with_weights(weights)
+    assert (source.total_weight, heavy.total_weight) == (len(source.starts), 4.0)
     drawn = heavy.draw(np.random.default_rng(0), 4_000)
     assert set(drawn) == set(source.starts[[3, 10]])
     np.testing.assert_allclose((drawn == source.starts[10]).mean(), 0.75, atol=0.03)
     alone = heavy.select(source.windows.episodes[source.starts[[3]]])
-    assert alone.mass == weights[alone.starts].sum()
+    assert alone.total_weight == weights[alone.starts].sum()
     batch = Loader([heavy], 64, seed=0).sample_policy_batch(0)
     assert len(np.unique(np.asarray(batch.actions)[:, 0], axis=0)) <= 2
-    with pytest.raises(UserError, match="weigh 0"):
-        source.weighed(np.zeros_like(weights))
+    with pytest.raises(UserError, match="have weight 0"):
+        source.with_weights(np.zeros_like(weights))
 
 
 def test_selected_episodes_are_the_only_ones_drawn(source: ChunkSource) -> None:
-    told = spy(source).select(np.array([2, 5]))
-    assert told.episodes.tolist() == [2, 5]
-    drawn = {int(row) for step in range(5) for row in rows_of(Loader([Part(told)], 64, 0).sample_batch(step))}
-    assert set(told.windows.episodes[list(drawn)]) == {2, 5}
-    assert len(source.episodes) == 12  # the one it came from is untouched
+    spied = spy(source).select(np.array([2, 5]))
+    assert spied.episodes.tolist() == [2, 5]
+    drawn = {int(row) for step in range(5) for row in rows_of(Loader([Part(spied)], 64, 0).sample_batch(step))}
+    assert set(spied.windows.episodes[list(drawn)]) == {2, 5}
+    assert len(source.episodes) == 12  # the original is unchanged
 
 
 @given(success=st.lists(st.booleans(), min_size=0, max_size=60), held_out=st.floats(0, 0.99), seed=st.integers(0, 3))
@@ -561,7 +565,7 @@ def test_a_split_is_whole_disjoint_and_even(success: list[bool], held_out: float
             assert 0 < out < total
 
 
-def test_a_split_by_another_seed_is_another() -> None:
+def test_another_seed_gives_another_split() -> None:
     flags = np.arange(40) % 2 == 0
     assert not np.array_equal(split_episodes(flags, 0.25, 0)[1], split_episodes(flags, 0.25, 1)[1])
 
@@ -571,7 +575,7 @@ def test_a_share_of_one_leaves_nothing_to_train_on() -> None:
         split_episodes(np.ones(3, bool), 1.0, 0)
 
 
-def test_a_prompt_of_ones_own_replaces_the_tasks(dataset: Dataset, inputs: ModelInputs, frames: Frames) -> None:
+def test_a_prompt_replaces_the_tasks(dataset: Dataset, inputs: ModelInputs, frames: Frames) -> None:
     labels = label_dataset(dataset, FromColumn(), RewardScheme("success"))
     source = dataset_source(dataset, inputs, OPTIONS, labels, frames, prompt="fold it")
     tokens, _ = inputs.tokenizer.tokenize("fold it", None)
@@ -598,7 +602,7 @@ def test_a_camera_the_robot_may_lack_is_black_and_masked(dataset: Dataset, input
     repack = robot_without(inputs.robot, "cam_left_wrist")
     source = dataset_source(dataset, inputs, OPTIONS, labels, frames, repack=repack)
     loader = Loader([Part(source)], 8, seed=0)
-    for batch in (loader.sample_batch(0), loader.sample_batch(1)):  # the second in used memory
+    for batch in (loader.sample_batch(0), loader.sample_batch(1)):  # the second reuses memory
         seen = batch.observations
         assert {name: bool(mask.all()) for name, mask in seen.image_masks.items()} == {
             "base_0_rgb": True,
@@ -609,12 +613,12 @@ def test_a_camera_the_robot_may_lack_is_black_and_masked(dataset: Dataset, input
         assert seen.images["base_0_rgb"].any()
 
 
-def test_a_camera_the_robot_needs_is_missed(dataset: Dataset, inputs: ModelInputs) -> None:
+def test_a_required_camera_without_a_column_is_refused(dataset: Dataset, inputs: ModelInputs) -> None:
     with pytest.raises(UserError, match="repack has no column for 'images/cam_high'"):
         dataset_cameras(dataset, inputs.robot, robot_without(inputs.robot, "cam_high"))
 
 
-def test_a_camera_the_dataset_lacks_is_named_with_the_nearest(dataset: Dataset, inputs: ModelInputs) -> None:
+def test_a_camera_the_dataset_lacks_is_named_with_those_it_has(dataset: Dataset, inputs: ModelInputs) -> None:
     images = inputs.robot.repack["images"] | {"cam_high": "observation.images.cam_hihg"}
-    with pytest.raises(UserError, match=r"no camera .*cam_hihg.*but observation.images.cam_high, "):
+    with pytest.raises(UserError, match=r"no camera .*cam_hihg.*it has observation.images.cam_high, "):
         dataset_cameras(dataset, inputs.robot, {**inputs.robot.repack, "images": images})

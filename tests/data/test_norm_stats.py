@@ -39,7 +39,7 @@ def counted(*batches: np.ndarray) -> NormStats:
     return running.stats()
 
 
-# Counting
+# Computing
 
 
 def test_running_stats_equal_openpis_to_the_last_digit(openpi_goldens: Path) -> None:
@@ -103,9 +103,9 @@ def test_the_batch_is_not_changed_by_counting() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([np.zeros((1, 2))], "Statistics of 1 vectors"),
-        ([], "Statistics of 0 vectors"),
-        ([np.zeros((2, 2)), np.zeros((2, 3))], "A vector has 3 dimensions where earlier ones had 2"),
+        ([np.zeros((1, 2))], "There are 1 vectors"),
+        ([], "There are 0 vectors"),
+        ([np.zeros((2, 2)), np.zeros((2, 3))], "A vector has 3 dimensions and earlier ones had 2"),
         ([np.array([[0.0, np.nan]])], "Dimension 1 holds NaN or Inf"),
         ([np.array([[np.inf, 0.0]])], "Dimension 0 holds NaN or Inf"),
     ],
@@ -170,7 +170,7 @@ def test_a_broken_file_is_refused_in_one_line_with_a_remedy(tmp_path: Path, text
     with pytest.raises(UserError, match=message) as caught:
         load_norm_stats(path)
     assert str(path) in str(caught.value)
-    assert "compute it anew" in str(caught.value)
+    assert "compute it again" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -199,7 +199,7 @@ def test_the_hash_sees_whether_there_are_quantiles() -> None:
 # The check
 
 
-def test_sound_statistics_pass_without_a_word() -> None:
+def test_sound_statistics_pass_without_a_note() -> None:
     assert check_norm_stats(both(sound()), "zscore") == []
     assert check_norm_stats(both(sound()), "quantile") == []
 
@@ -211,7 +211,7 @@ def test_a_constant_dimension_is_accepted_and_reported() -> None:
     assert report.startswith("state[2] never moves")
 
 
-def test_what_the_other_normalisation_needs_is_not_asked_for() -> None:
+def test_statistics_that_the_other_normalisation_needs_are_not_required() -> None:
     assert check_norm_stats(both(dataclasses.replace(sound(), q01=None, q99=None)), "zscore") == []
     assert check_norm_stats(with_number("q01", 0, 5.0), "zscore") == []
     assert check_norm_stats(with_number("std", 0, -1.0), "quantile") == []
@@ -220,7 +220,7 @@ def test_what_the_other_normalisation_needs_is_not_asked_for() -> None:
 @pytest.mark.parametrize("missing", ["state", "actions"])
 def test_a_missing_key_is_refused(missing: str) -> None:
     stats = {key: value for key, value in both(sound()).items() if key != missing}
-    with pytest.raises(UserError, match=f"but not '{missing}'; compute them anew"):
+    with pytest.raises(UserError, match=f"but not '{missing}'; compute them again"):
         check_norm_stats(stats, "zscore")
 
 
@@ -232,7 +232,7 @@ def test_nan_and_inf_are_refused_wherever_they_are(field: str, value: float) -> 
 
 
 def test_a_negative_deviation_is_refused() -> None:
-    with pytest.raises(UserError, match=r"state\.std\[2\] is -0.5; a deviation is never negative"):
+    with pytest.raises(UserError, match=r"state\.std\[2\] is -0.5; it cannot be negative"):
         check_norm_stats(with_number("std", 2, -0.5), "zscore")
 
 
@@ -273,7 +273,7 @@ def test_stats_cover_their_own_dimensions_and_padding_but_no_other_vector() -> N
     assert not stats.covers(4)
 
 
-def test_statistics_that_git_lfs_has_not_fetched_are_called_so(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:
     path = tmp_path / "norm_stats.json"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1447\n")
     with pytest.raises(UserError, match=r"norm_stats\.json is only a pointer .* `git lfs pull`"):

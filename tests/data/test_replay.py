@@ -1,4 +1,4 @@
-"""A buffer of whole episodes against a list that is searched one window at a time."""
+"""The replay buffer: each window of a batch is checked against the episode it comes from."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pistar.data.chunks import WindowOptions
+from pistar.data.chunk_source import ModelInputs
 from pistar.data.loader import Loader, Part
 from pistar.data.norm_stats import NormStats
-from pistar.data.replay import Replay
-from pistar.data.rewards import RewardScheme
+from pistar.data.replay import ReplayBuffer
 from pistar.data.robots import Robot, input_transform
-from pistar.data.source import ModelInputs
 from pistar.data.transforms import stack_observations
+from pistar.data.windows import WindowOptions
 from pistar.errors import UserError
 from pistar.models.tokenizer import load_tokenizer
-from pistar.types import ChunkBatch, Episode
+from pistar.types import ChunkBatch, Episode, RewardScheme
 
 SIZE, HORIZON, EXECUTED = 4, 4, 3
 ROBOT = Robot(
@@ -35,7 +34,7 @@ INPUTS = ModelInputs(ROBOT, {"state": ONE, "actions": ONE}, "zscore", load_token
 
 
 def episode(number: int, length: int, end: str = "success", *, kept: bool = True) -> Episode:
-    """Its state is (number, time), its action minus that, its pictures are as bright as the time."""
+    """State (number, time), action −state, and images whose brightness is the time."""
     times = np.arange(length + kept)
     state = np.stack([np.full_like(times, number), times], axis=1).astype(np.float32)
     images = np.tile(times[:, None, None, None], (1, SIZE, SIZE, 3)).astype(np.uint8)
@@ -50,12 +49,12 @@ def episode(number: int, length: int, end: str = "success", *, kept: bool = True
     )
 
 
-def replay(capacity: int = 100, *, min_steps: int = 1, scheme: RewardScheme | None = None) -> Replay:
+def replay(capacity: int = 100, *, min_steps: int = 1, scheme: RewardScheme | None = None) -> ReplayBuffer:
     options = WindowOptions(HORIZON, EXECUTED)
-    return Replay(capacity, INPUTS, options, scheme or RewardScheme("success"), fps=10.0, min_steps=min_steps)
+    return ReplayBuffer(capacity, INPUTS, options, scheme or RewardScheme("success"), fps=10.0, min_steps=min_steps)
 
 
-def draw(buffer: Replay, size: int = 64, step: int = 0) -> ChunkBatch:
+def draw(buffer: ReplayBuffer, size: int = 64, step: int = 0) -> ChunkBatch:
     return Loader([Part(buffer)], size, seed=0).sample_batch(step)
 
 
@@ -134,7 +133,7 @@ def test_online_episodes_are_paid_by_the_same_scheme_as_the_dataset() -> None:
     assert np.unique(np.asarray(batch.rewards)[at_start], axis=0).tolist() == [[-1, -1, -50, 0]]
 
 
-def test_too_little_to_draw_from_leaves_the_batch_to_the_others() -> None:
+def test_below_min_steps_batches_come_from_the_other_parts() -> None:
     offline, online = replay(), replay(min_steps=8)
     offline.add(episode(0, 9))
     online.add(episode(1, 5))
@@ -145,8 +144,8 @@ def test_too_little_to_draw_from_leaves_the_batch_to_the_others() -> None:
     assert (loader.sample_batch(0).observations.state[:, 0] == 1).sum() == 16  # half and half, in every batch
 
 
-def test_nothing_at_all_is_an_error() -> None:
-    with pytest.raises(UserError, match="Nothing has been collected yet"):
+def test_drawing_from_an_empty_buffer_alone_is_an_error() -> None:
+    with pytest.raises(UserError, match="Too few episodes have been collected"):
         draw(replay())
 
 
@@ -204,7 +203,7 @@ def test_a_buffer_that_can_never_be_drawn_from_is_refused(capacity: int, min_ste
         replay(capacity, min_steps=min_steps)
 
 
-def test_what_was_added_stays_as_it_was() -> None:
+def test_the_buffer_copies_the_episodes_arrays() -> None:
     buffer, lived = replay(), episode(1, 6)
     buffer.add(lived)
     before = jax.tree.map(np.copy, draw(buffer))
@@ -233,7 +232,7 @@ def test_each_episode_keeps_its_prompt_and_recorded_rewards() -> None:
         assert batch.rewards[i, 0] == number
 
 
-def test_pictures_are_brought_to_the_models_size() -> None:
+def test_images_are_resized_to_the_models_size() -> None:
     buffer, lived = replay(), episode(0, 3)
     large = np.repeat(np.repeat(lived.observations["image"], 3, axis=1), 3, axis=2)
     buffer.add(dataclasses.replace(lived, observations={**lived.observations, "image": large}))
@@ -244,7 +243,7 @@ def test_pictures_are_brought_to_the_models_size() -> None:
 def test_actions_are_relative_to_the_state_they_start_from_also_where_last_observations_are_kept() -> None:
     robot = dataclasses.replace(ROBOT, delta_mask=(False, True))
     inputs = dataclasses.replace(INPUTS, robot=robot)
-    buffer = Replay(100, inputs, WindowOptions(HORIZON, EXECUTED), RewardScheme("success"), fps=10.0)
+    buffer = ReplayBuffer(100, inputs, WindowOptions(HORIZON, EXECUTED), RewardScheme("success"), fps=10.0)
     for number in range(4):
         buffer.add(episode(number, 5))
     batch = draw(buffer)
@@ -259,26 +258,26 @@ def test_actions_are_relative_to_the_state_they_start_from_also_where_last_obser
 def test_rewards_that_would_spoil_every_batch_are_refused(rewards: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without it
     buffer = replay(scheme=RewardScheme("recorded"))
-    with pytest.raises(UserError, match="each action is paid a finite reward"):
+    with pytest.raises(UserError, match="give each action a finite reward"):
         buffer.add(dataclasses.replace(episode(0, 5), rewards=rewards))
 
 
 def test_episodes_of_other_cameras_are_refused() -> None:
     robot = dataclasses.replace(ROBOT, cameras={**ROBOT.cameras, "left_wrist_0_rgb": "eye"}, optional_cameras=("eye",))
     inputs = dataclasses.replace(INPUTS, robot=robot)
-    buffer = Replay(100, inputs, WindowOptions(HORIZON, EXECUTED), RewardScheme("success"), fps=10.0)
+    buffer = ReplayBuffer(100, inputs, WindowOptions(HORIZON, EXECUTED), RewardScheme("success"), fps=10.0)
     buffer.add(episode(0, 5))
     seeing = episode(1, 5)
     seeing = dataclasses.replace(seeing, observations={**seeing.observations, "eye": seeing.observations["image"]})
-    with pytest.raises(UserError, match="all episodes of a replay buffer have the same"):
+    with pytest.raises(UserError, match="give all episodes of a replay buffer the same cameras"):
         buffer.add(seeing)
 
 
 def test_a_buffer_that_does_not_fit_the_dataset_is_refused_when_it_is_first_drawn_from() -> None:
     options = WindowOptions(HORIZON, EXECUTED)
-    slow = Replay(100, INPUTS, options, RewardScheme("success"), fps=5.0)
+    slow = ReplayBuffer(100, INPUTS, options, RewardScheme("success"), fps=5.0)
     fast = replay()
     slow.add(episode(0, 5))
     fast.add(episode(0, 5))
-    with pytest.raises(UserError, match="10 and 5 frames a second"):
+    with pytest.raises(UserError, match="10 and 5 frames per second"):
         Loader([Part(fast), Part(slow)], 4, seed=0).sample_batch(0)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pistar.config import CAMERAS
 from pistar.data.norm_stats import Norm, NormStats
 from pistar.data.robots import (
     ROBOTS,
@@ -26,10 +25,11 @@ from pistar.data.robots import (
     find_robot,
     input_transform,
     output_transform,
-    to_bytes,
+    to_uint8,
 )
 from pistar.data.transforms import Data, Repack, compose
 from pistar.errors import UserError
+from pistar.types import CAMERAS
 
 PLAIN_ALOHA = aloha(adapt_to_pi=False, delta=False, cameras={"cam_high": "observation.images.top"})
 
@@ -115,7 +115,7 @@ def stats_for(robot: Robot) -> dict[str, NormStats]:
 
 
 class FakeTokenizer:
-    """One token, and the length of the state it was given."""
+    """Returns the length of the prompt and that of the state it was given."""
 
     def tokenize(self, prompt: str, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         return np.array([len(prompt), 0 if state is None else len(state)], np.int32), np.array([True, True])
@@ -143,7 +143,7 @@ def test_an_unknown_robot_answers_with_the_nearest_or_with_all(name: str, near: 
         find_robot(name)
 
 
-def test_a_robot_without_cameras_sees_black_pictures_that_do_not_count() -> None:
+def test_a_robot_without_cameras_gets_black_masked_images() -> None:
     blind = Robot(name="blind", action_dim=2, state_keys={"state": 2}, cameras={"base_0_rgb": None})
     seen = RobotInputs(blind)({"state": np.zeros((3, 2))})
     assert seen["image"]["base_0_rgb"].shape[0] == 3
@@ -156,10 +156,10 @@ def test_a_known_robot_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_robots_speak_the_models_camera_names_and_travel_to_workers(name: str) -> None:
+def test_robots_use_the_models_camera_names_and_pickle(name: str) -> None:
     robot = pickle.loads(pickle.dumps(ROBOTS[name]))
     out = enter(robot, EXAMPLES[name]())
-    # Without any camera one that is masked will do.
+    # A robot without cameras needs a single masked image.
     assert tuple(out["image"]) == tuple(out["image_mask"]) == (CAMERAS[:1] if name == "metaworld" else CAMERAS)
     assert out["state"].shape == (robot.state_dim,)
     assert out["actions"].shape[-1] == robot.action_dim
@@ -213,7 +213,7 @@ def test_the_aloha_gripper_follows_the_crank() -> None:
 
 
 @given(hnp.arrays(np.float64, (3, 14), elements=st.floats(-4, 4)))
-def test_aloha_actions_survive_the_way_to_the_model_and_back(actions: np.ndarray) -> None:
+def test_aloha_actions_mapped_to_the_model_and_back_are_the_same(actions: np.ndarray) -> None:
     np.testing.assert_allclose(aloha_actions_from_model(aloha_actions_to_model(actions)), actions, atol=1e-12)
 
 
@@ -330,7 +330,7 @@ def test_every_missing_key_is_named_with_what_there_is(name: str) -> None:
         ({"observation/image": np.full((4, 4, 3), -1.0)}, "values from -1 to -1; floats must lie in"),
         ({"observation/image": np.full((4, 4, 3), 255.0)}, "values from 255 to 255"),
         ({"observation/image": np.full((4, 4, 3), np.nan)}, "values from nan to nan"),
-        ({"observation/image": np.zeros((4, 4, 3), np.int64)}, "a picture of int64; send uint8"),
+        ({"observation/image": np.zeros((4, 4, 3), np.int64)}, "an image of int64; send uint8"),
     ],
 )
 def test_data_of_another_kind_is_refused(change: Data, message: str) -> None:
@@ -338,18 +338,18 @@ def test_data_of_another_kind_is_refused(change: Data, message: str) -> None:
         enter(ROBOTS["libero"], libero_data() | change)
 
 
-# Pictures
+# Images
 
 
-def test_float_pictures_of_lerobot_become_the_bytes_they_were() -> None:
+def test_float_images_of_lerobot_become_the_uint8_they_were() -> None:
     pixels = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)
     floats = np.moveaxis(pixels, -1, 0).astype(np.float32) / 255
-    np.testing.assert_array_equal(to_bytes(floats), pixels)
+    np.testing.assert_array_equal(to_uint8(floats), pixels)
 
 
-def test_batches_of_pictures_keep_their_axes() -> None:
+def test_batches_of_images_keep_their_axes() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 3), dtype=np.uint8)
-    np.testing.assert_array_equal(to_bytes(np.moveaxis(pixels, -1, -3)), pixels)
+    np.testing.assert_array_equal(to_uint8(np.moveaxis(pixels, -1, -3)), pixels)
 
 
 def test_a_batch_of_observations_enters_like_its_frames() -> None:
@@ -360,7 +360,7 @@ def test_a_batch_of_observations_enters_like_its_frames() -> None:
     assert out["image_mask"]["right_wrist_0_rgb"].tolist() == [False, False]
 
 
-# The whole way
+# From data to the model and back
 
 
 def test_from_a_dataset_row_to_the_models_input() -> None:
@@ -431,7 +431,7 @@ def test_a_gripper_may_come_as_a_bare_number() -> None:
 
 
 def row(cameras: dict[str, int], **columns: np.ndarray) -> Data:
-    """A LeRobot row: a picture of one brightness per camera column, and its other columns."""
+    """A LeRobot row: an image of one brightness per camera column, and its other columns."""
     return {name: picture(brightness) for name, brightness in cameras.items()} | columns | {"prompt": "go"}
 
 

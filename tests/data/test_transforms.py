@@ -47,7 +47,7 @@ def golden_stats(misc: dict[str, np.ndarray]) -> dict[str, NormStats]:
 
 
 class FakeTokenizer:
-    """Remembers what it was asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, np.ndarray | None]] = []
@@ -74,13 +74,13 @@ def test_compose_applies_in_order() -> None:
     assert compose(append("a"), append("b"))({"seen": ""}) == {"seen": "ab"}
 
 
-def test_composed_transforms_travel_to_worker_processes() -> None:
+def test_composed_transforms_pickle() -> None:
     transform = compose(InjectDefaultPrompt("go"), PadStatesAndActions(3))
     out = pickle.loads(pickle.dumps(transform))({"state": np.ones(2)})
     np.testing.assert_array_equal(out["state"], [1, 1, 0])
 
 
-def test_flatten_joins_keys_by_slashes_and_keeps_slashes_there_are() -> None:
+def test_flatten_joins_keys_by_slashes_and_keeps_slashes_in_keys() -> None:
     assert flatten({"a": {"b": {"c": 1}}, "d/e": 2, "f": 3}) == {"a/b/c": 1, "d/e": 2, "f": 3}
 
 
@@ -98,7 +98,7 @@ def test_repack_leaves_out_actions_and_prompt_that_are_not_there() -> None:
     assert Repack({"state": "s", "actions": "a", "prompt": "p"})({"s": 1}) == {"state": 1}
 
 
-def test_repack_names_the_missing_column_and_those_there_are() -> None:
+def test_repack_names_the_missing_column_and_the_present_ones() -> None:
     with pytest.raises(UserError, match=r"no 'top', which becomes 'cam_high'; it has \['bottom', 'x/y'\]"):
         Repack({"images": {"cam_high": "top"}})({"bottom": 1, "x": {"y": 2}})
 
@@ -245,11 +245,11 @@ def test_absolute_actions_undo_delta_actions(case: tuple[Data, dict[str, NormSta
     np.testing.assert_allclose(back["actions"], data["actions"], atol=1e-12)
 
 
-# Pictures
+# Images
 
 
 @pytest.mark.parametrize(("height", "width"), [(56, 56), (20, 20), (24, 50), (30, 40)])
-def test_resized_pictures_equal_openpis(misc: dict[str, np.ndarray], height: int, width: int) -> None:
+def test_resized_images_equal_openpis(misc: dict[str, np.ndarray], height: int, width: int) -> None:
     ours = resize_with_pad(misc["resize/in_u8"], height, width)
     np.testing.assert_array_equal(ours, misc[f"resize/pil_u8_{height}x{width}"])
 
@@ -261,14 +261,14 @@ def test_black_stays_black_whatever_its_size() -> None:
         assert not resized.any()
 
 
-def test_a_single_picture_and_nested_batches_resize_alike() -> None:
+def test_a_single_image_and_nested_batches_resize_alike() -> None:
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 9, 7, 3), dtype=np.uint8)
     batched = resize_with_pad(images, 6, 10)
     assert batched.shape == (2, 3, 6, 10, 3)
     np.testing.assert_array_equal(batched[1, 2], resize_with_pad(images[1, 2], 6, 10))
 
 
-def test_a_picture_of_the_right_size_is_not_copied() -> None:
+def test_an_image_of_the_right_size_is_not_copied() -> None:
     image = np.zeros((4, 4, 3), np.uint8)
     assert resize_with_pad(image, 4, 4) is image
 
@@ -301,7 +301,7 @@ def test_a_missing_prompt_is_refused() -> None:
         TokenizePrompt(FakeTokenizer(), discrete_state=False)({"state": np.zeros(1)})
 
 
-# Promises of all of them
+# All transforms
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which way pictures are drawn without a screen, and with what; what is no picture of a scene is not taken for one."""
+"""Choosing a backend to render without a screen, sharing graphics memory, and refusing images that show nothing."""
 
 import ctypes.util
 import gc
@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envs.alone import drawn_alone
-from pistar.envs.env import EnvOptions, StartEnv, make_env
-from pistar.envs.rendering import Graphics, PictureCheck
-from pistar.envs.vector import Environments
-from pistar.envs.worker import Begin
+from pistar.envs.base import EnvOptions, StartEnv, make_env
+from pistar.envs.rendering import Graphics, ImageCheck
+from pistar.envs.vector.vector import Environments
+from pistar.envs.vector.worker import Reset
 from pistar.errors import UserError
-from pistar.training.memory import resident_bytes
+from pistar.telemetry.memory import resident_bytes
 
+from helpers.render_alone import render_alone
+
+pytestmark = pytest.mark.usefixtures("models_compiled_once")
 SCENE = np.add.outer(np.arange(32), np.arange(32))[..., None].repeat(3, axis=2).astype(np.uint8)
 NOISE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 GREY = np.full((32, 32, 3), 7, np.uint8)
@@ -28,10 +30,10 @@ BLUE = np.full((32, 32, 3), (70, 120, 180), np.uint8)
 @pytest.mark.parametrize(
     ("picture", "says"), [(GREY, "one colour only"), (BLUE, "one colour only"), (NOISE, "renders noise")]
 )
-def test_a_camera_that_never_worked_is_the_users_and_one_that_breaks_is_the_episodes(
+def test_a_cameras_first_bad_image_is_a_user_error_and_a_later_one_a_runtime_error(
     picture: np.ndarray, says: str
 ) -> None:
-    check = PictureCheck("a scene")
+    check = ImageCheck("a scene")
     check("left", SCENE)
     with pytest.raises(UserError, match=f"Camera right of a scene.*{says}"):
         check("right", picture)
@@ -41,7 +43,7 @@ def test_a_camera_that_never_worked_is_the_users_and_one_that_breaks_is_the_epis
 
 
 def chosen(change: str = "", **environment: str) -> str:
-    """What comes out in a process where nobody has chosen yet."""
+    """Return what a process chooses in which nothing was chosen before."""
     bare = {name: value for name, value in os.environ.items() if name not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
     program = f"""
 import os
@@ -57,17 +59,17 @@ print(rendering.headless(required=required), os.environ.get("MUJOCO_GL"), os.env
 
 @pytest.mark.parametrize("works", ["egl", "osmesa"])
 def test_software_draws_where_egl_cannot(works: str) -> None:
-    """By a probe that says so of itself: the machine of a test may have no OSMesa."""
+    """With a probe that only looks at the variables, because the machine may have no OSMesa."""
     only = f"import os; assert os.environ['MUJOCO_GL'] == os.environ['PYOPENGL_PLATFORM'] == '{works}'"
     assert chosen(f'rendering._PROBE = "{only}"') == f"{works} {works} {works}"
 
 
-def test_what_somebody_chose_is_left_alone() -> None:
+def test_a_variable_that_is_set_is_kept() -> None:
     assert chosen("rendering._PROBE = 'nonsense'", MUJOCO_GL="glfw") == "glfw glfw None"
 
 
 def test_the_probe_really_draws() -> None:
-    """On a graphics card that is not there EGL fails; what is left is OSMesa, or a word on what to install."""
+    """EGL fails on a graphics card that does not exist; then OSMesa is chosen, or an error says what to install."""
     told = chosen(MUJOCO_EGL_DEVICE_ID="99")
     if ctypes.util.find_library("OSMesa"):
         assert told == "osmesa osmesa osmesa"
@@ -89,10 +91,10 @@ def begun(name: str, start_id: int = 3, **options: Any) -> StartEnv:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What is loaded in a process that had nothing loaded before, and what was."""
+    """Free all graphics memory before and after, and list the models that are loaded into it."""
     import mujoco
 
-    Graphics.end()
+    Graphics.free_all()
     made: list[Any] = []
 
     def noted(model: Any, *options: Any) -> Any:
@@ -102,11 +104,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     context = mujoco.MjrContext
     monkeypatch.setattr(mujoco, "MjrContext", noted)
     yield made
-    Graphics.end()
+    Graphics.free_all()
 
 
 def test_tasks_and_simulators_in_one_process_draw_in_turn_what_each_draws_alone(loads: list[Any]) -> None:
-    """LIBERO among them is in its own tests: a world of it takes seconds."""
+    """LIBERO is compared in its own tests, because building it takes seconds."""
     few = {"image_size": 48}
     kinds: list[tuple[str, dict[str, Any]]] = [
         (REACH, {"cameras": ("images/corner2", "images/gripperPOV"), **few}),
@@ -114,7 +116,7 @@ def test_tasks_and_simulators_in_one_process_draw_in_turn_what_each_draws_alone(
         (CUBE, {"cameras": ("images/cam_high", "images/cam_left_wrist"), "image_size": 64}),
         (PEG, {"cameras": ("images/cam_high",), "shadows": True, **few}),
     ]
-    alone = [drawn_alone(name, EnvOptions(**options), 3) for name, options in kinds]
+    alone = [render_alone(name, EnvOptions(**options), 3) for name, options in kinds]
     assert loads == []
     envs = [begun(name, **options) for name, options in kinds]
     for _ in range(2):
@@ -140,29 +142,29 @@ def test_a_kind_of_scene_is_loaded_once_whatever_the_environment_and_the_size(na
             np.testing.assert_array_equal(env.observe()[camera], picture)
     assert len(loads) == 1
     begun(name, cameras=(camera,), image_size=32, shadows=True).observe()
-    assert len(loads) == 2, "for shadows otherwise"
+    assert len(loads) == 2, "with shadows it is another kind"
 
 
-def test_the_last_environment_of_its_kind_gives_back_what_was_loaded(loads: list[Any]) -> None:
+def test_the_last_environment_of_its_kind_frees_what_was_loaded(loads: list[Any]) -> None:
     first, second, other = begun(REACH, image_size=32), begun(REACH, image_size=32), begun(CUBE, image_size=32)
     for env in (first, second, other):
         env.render()
-    window = Graphics._window
+    window = Graphics._gl_context
     first.close()
     assert len(Graphics._loaded) == 2
     picture = second.render()
     second.close()
-    second.close()  # once more is no harm
+    second.close()  # a second time is harmless
     assert list(Graphics._loaded) == [(CUBE, False)]
-    assert Graphics._window is window
+    assert Graphics._gl_context is window
     other.close()
-    assert (Graphics._loaded, Graphics._window) == ({}, None)
-    np.testing.assert_array_equal(second.render(), picture)  # and all comes again if it must
+    assert (Graphics._loaded, Graphics._gl_context) == ({}, None)
+    np.testing.assert_array_equal(second.render(), picture)  # loads again
     assert len(loads) == 3
     second.close()
 
 
-def test_an_environment_nobody_closed_holds_nothing_once_it_is_gone(loads: list[Any]) -> None:
+def test_an_environment_that_was_not_closed_is_freed_once_it_is_collected(loads: list[Any]) -> None:
     forgotten, other = begun(REACH, image_size=32), begun(CUBE, image_size=32)
     forgotten.render()
     del forgotten
@@ -174,12 +176,12 @@ def test_an_environment_nobody_closed_holds_nothing_once_it_is_gone(loads: list[
 
 def test_environments_of_this_process_are_closed_with_the_engine(loads: list[Any]) -> None:
     with Environments(REACH, EnvOptions(image_size=32), count=2, workers=0) as envs:
-        envs.do({slot: Begin(slot, film=True) for slot in range(2)})
+        envs.do({slot: Reset(slot, film=True) for slot in range(2)})
         assert len(Graphics._loaded) == len(loads) == 1
-    assert (Graphics._loaded, Graphics._window) == ({}, None)
+    assert (Graphics._loaded, Graphics._gl_context) == ({}, None)
 
 
-def test_scenes_that_come_and_go_leave_no_memory_taken(loads: list[Any]) -> None:
+def test_closed_scenes_leave_no_memory_in_use(loads: list[Any]) -> None:
     stays, comes = begun(DOOR, image_size=32), begun(REACH, image_size=32)
     taken = []
     for _ in range(8):
@@ -196,7 +198,7 @@ def test_scenes_that_come_and_go_leave_no_memory_taken(loads: list[Any]) -> None
 def test_where_nothing_can_be_drawn_every_simulator_says_what_to_install(
     chosen_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Graphics.end()
+    Graphics.free_all()
     envs = begun(REACH), begun(CUBE, cameras=())
     if chosen_by == "us":
         monkeypatch.setenv("MUJOCO_GL", "disable")
@@ -225,8 +227,8 @@ arms = make_env('{CUBE}')
 
 
 @pytest.mark.parametrize("program", ENDS.values(), ids=ENDS)
-def test_a_process_ends_without_a_word(program: str) -> None:
-    """Everything is given back before the driver ends, whoever arranged that and when."""
-    program = f"from pistar.envs.env import make_env\n{program}"
+def test_a_process_ends_without_output(program: str) -> None:
+    """Everything is freed before the driver exits, whoever registered its exit and when."""
+    program = f"from pistar.envs.base import make_env\n{program}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

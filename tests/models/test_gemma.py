@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pistar.models.gemma import attend, attention_mask, rope
 
-import goldens
+from helpers import goldens
 
 
 def attention_by_definition(
@@ -34,7 +34,7 @@ def attention_by_definition(
     group=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**16),
 )
-def test_attention_over_own_and_shared_keys_is_attention_over_both_side_by_side(
+def test_attention_over_own_and_shared_keys_is_attention_over_both_concatenated(
     candidates: int, queries: int, shared: int, kv_heads: int, group: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def test_attention_over_own_and_shared_keys_is_attention_over_both_side_by_side(
     own = rng.normal(size=(2, b, candidates, queries, kv_heads, dim)).astype(np.float32)
     common = rng.normal(size=(2, b, shared, kv_heads, dim)).astype(np.float32)
     visible = rng.random((b, shared)) < 0.7
-    ours = attend(
+    ours = jax.jit(attend)(
         jnp.asarray(q),
         [
             (jnp.asarray(own[0]), jnp.asarray(own[1]), None),
@@ -72,12 +72,12 @@ def test_gradients_of_joint_attention_are_those_of_a_plain_softmax() -> None:
         weights = jax.nn.softmax(jnp.einsum("bnsgh,bnth->bnsgt", q, everything))
         return jnp.sin(jnp.einsum("bnsgt,bnth->bnsgh", weights, everything)).sum()
 
-    mine, theirs = (jax.grad(f, argnums=(0, 1, 2))(q, own, common) for f in (ours, plain))
+    mine, theirs = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, own, common) for f in (ours, plain))
     for ours_i, theirs_i in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(ours_i, theirs_i, atol=1e-5)
 
 
-def test_a_query_that_may_look_nowhere_averages_instead_of_making_nan() -> None:
+def test_a_query_with_everything_masked_averages_and_gives_no_nan() -> None:
     keys, values = jnp.ones((1, 4, 1, 2)), jnp.arange(8.0).reshape(1, 4, 1, 2)
     nobody = jnp.zeros((1, 1, 1, 4), bool)
     out = attend(jnp.ones((1, 1, 1, 1, 2)), [(keys, values, nobody)])

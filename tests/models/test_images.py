@@ -48,7 +48,7 @@ def test_resized_bytes_equal_openpis(misc: dict[str, np.ndarray], height: int, w
     ours = RESIZE(jnp.asarray(misc["resize/in_u8"]), height, width)
     expected = misc[f"resize/jax_u8_{height}x{width}"]
     assert ours.dtype == jnp.uint8
-    # Interpolation gives many halves, and which way those round is in the last bit: compare before rounding.
+    # Interpolation gives many halves, and the last bit decides how they round: compare before rounding.
     unrounded = (misc[f"resize/jax_f32_{height}x{width}"].astype(np.float64) + 1) / 2 * 255
     off = np.asarray(ours) != expected
     np.testing.assert_allclose(np.abs(unrounded[off] - np.floor(unrounded[off])), 0.5, atol=1e-4)
@@ -71,7 +71,7 @@ def test_augmentation_equals_openpis_for_the_same_key(misc: dict[str, np.ndarray
     images = {name: to_float(jnp.asarray(misc[f"augment_key5/in_u8/{name}"])) for name in CAMERAS}
     ours = AUGMENT(jax.random.key(5), images)
     for name in CAMERAS:
-        # Half of float16's last digit, in which the expected pictures are stored, and our own rounding.
+        # Half of the last digit of float16, in which the expected images are stored, plus our own rounding.
         np.testing.assert_allclose(ours[name], misc[f"augment_key5/out_f16/{name}"], atol=3e-4, rtol=0)
 
 
@@ -95,7 +95,7 @@ def test_about_half_of_the_wrist_pictures_keep_their_colours() -> None:
     assert 0.4 < kept < 0.6
 
 
-def test_cameras_of_one_sample_are_moved_alike() -> None:
+def test_cameras_of_one_sample_are_augmented_alike() -> None:
     image = jnp.asarray(np.random.default_rng(3).uniform(-1, 1, (4, 20, 20, 3)).astype(np.float32))
     out = AUGMENT(jax.random.key(0), {"base_0_rgb": image, "base_1_rgb": image})
     np.testing.assert_array_equal(out["base_0_rgb"], out["base_1_rgb"])

@@ -1,4 +1,4 @@
-"""Our π₀ and π₀.₅ against OpenPI's own numbers, and against the slow twin in joint_pass.py."""
+"""π₀ and π₀.₅ against OpenPI's own numbers, and against the slow joint pass of helpers/joint_pass.py."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 from jaxtyping import Array
 
-from pistar.config import GemmaConfig, Pi0Config
+from pistar.config.model_presets import MODELS
+from pistar.models.config import GemmaConfig, Pi0Config
 from pistar.models.gemma import Gemma
 from pistar.models.pi0 import (
-    Pi0,
     bind,
     cast_frozen,
     draw_noise_and_time,
@@ -27,10 +27,9 @@ from pistar.models.pi0 import (
     time_embedding,
 )
 from pistar.models.siglip import Siglip
-from pistar.presets import MODELS
 
-import goldens
-from joint_pass import joint_pass
+from helpers import goldens
+from helpers.joint_pass import joint_pass
 
 TREES = json.loads((goldens.OPENPI / "param_trees.json").read_text())
 META = json.loads((goldens.OPENPI / "model_meta.json").read_text())
@@ -53,45 +52,81 @@ def max_difference(ours: Any, theirs: np.ndarray) -> float:
 
 @dataclasses.dataclass
 class Case:
-    """One golden case and what our model makes of the same inputs, compiled once for all tests."""
+    """One golden case, and what our model computes from the same inputs, compiled once for all tests."""
 
     name: str
     config: Pi0Config
     params: dict[str, Array]
-    ours: dict[str, Any]
     theirs: dict[str, np.ndarray]
 
     @functools.cached_property
+    def run(self) -> Callable[..., dict[str, Any]]:
+        """Our model's outputs for a chunk of noise and a time for each observation."""
+        program = jax.jit(functools.partial(_outputs, self.config, self.theirs, (10, 5, 1)))
+        return functools.partial(program, self.params)
+
+    @functools.cached_property
+    def ours(self) -> dict[str, Any]:
+        return self.run(goldens.chunk("noise"), goldens.chunk("time"))
+
+    @functools.cached_property
     def loss_and_gradient(self) -> tuple[Array, dict[str, Array]]:
-        return _with_gradient(_loss, self.config, self.params)
+        (_, loss), gradient = _with_gradient(_loss, self.config)(self.params)
+        return loss, gradient
+
+    @functools.cached_property
+    def joint(self) -> Callable[[Array, Array], tuple[dict[str, Array], dict[str, Array]]]:
+        """The joint pass at a noisy chunk and time: its intermediates, and the gradient of its loss."""
+        program = _with_gradient(_joint_loss, self.config)
+
+        def run(x_t: Array, time: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+            (_, everything), gradient = program(self.params, x_t, time)
+            return everything, gradient
+
+        return run
 
     @functools.cached_property
     def joint_and_gradient(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The twin's intermediates at OpenPI's x_t, which make the same loss, and its gradient."""
-        return _with_gradient(_joint_loss, self.config, self.params)
+        """The joint pass at OpenPI's x_t, which gives the same loss, and its gradient."""
+        return self.joint(jnp.asarray(self.theirs["x_t"]), goldens.chunk("time"))
 
 
-def _run(
-    config: Pi0Config, params: dict[str, Array], theirs: dict[str, np.ndarray], steps: tuple[int, ...]
+@functools.cache
+def load_case(name: str) -> Case:
+    return Case(name, goldens.config(name), goldens.params(name), dict(goldens.arrays(f"outputs_{name}_float32")))
+
+
+def _outputs(
+    config: Pi0Config,
+    theirs: dict[str, np.ndarray],
+    steps: tuple[int, ...],
+    params: dict[str, Array],
+    noise: Array,
+    time: Array,
 ) -> dict[str, Any]:
-    @jax.jit
-    def everything(params: dict[str, Array]) -> dict[str, Any]:
-        model = bind(config, params)
-        prefix = model.encode(goldens.observation())
-        noise, time = goldens.chunk("noise"), goldens.chunk("time")
-        tokens, _ = model.embed_prefix(goldens.observation())
-        return {
-            "image_tokens/base_0_rgb": tokens[:, : config.image_tokens],
-            "prefix_tokens": tokens,
-            "prefix_mask": prefix.mask,
-            "prefix_out": prefix.features,
-            "loss": model.flow_loss(prefix, goldens.chunk("actions"), noise, time),
-            "v_t": model.velocity(prefix, jnp.asarray(theirs["x_t"]), time, prefix.state),
-            **{f"sample_actions/num_steps_{n}": model.sample(prefix, noise, num_steps=n) for n in steps},
-        }
-
-    results: dict[str, Any] = everything(params)
-    return results
+    model = bind(config, params)
+    prefix = model.encode(goldens.observation())
+    tokens, _ = model.embed_prefix(goldens.observation())
+    # From OpenPI's own suffix tokens and condition.
+    horizon, suffix = config.action_horizon, jnp.asarray(theirs["suffix_tokens"])
+    suffix_out = model.PaliGemma.llm.suffix(
+        suffix[:, :-horizon],
+        suffix[:, None, -horizon:],
+        prefix.cache,
+        prefix_mask=prefix.mask,
+        cond=jnp.asarray(theirs["adarms_cond"])[:, None] if config.pi05 else None,
+    )[:, 0]
+    return {
+        "image_tokens/base_0_rgb": tokens[:, : config.image_tokens],
+        "prefix_tokens": tokens,
+        "prefix_mask": prefix.mask,
+        "prefix_out": prefix.features,
+        "loss": model.flow_loss(prefix, goldens.chunk("actions"), noise, time),
+        "v_t": model.velocity(prefix, jnp.asarray(theirs["x_t"]), time, prefix.state),
+        "from_their_suffix/suffix_out": suffix_out,
+        "from_their_suffix/v_t": model.action_out_proj(suffix_out),
+        **{f"sample_actions/num_steps_{n}": model.sample(prefix, noise, num_steps=n) for n in steps},
+    }
 
 
 def _loss(config: Pi0Config, params: dict[str, Array]) -> tuple[Array, Array]:
@@ -101,26 +136,25 @@ def _loss(config: Pi0Config, params: dict[str, Array]) -> tuple[Array, Array]:
     return loss.mean(), loss
 
 
-def _joint_loss(config: Pi0Config, params: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-    x_t = jnp.asarray(goldens.arrays("outputs_pi0_tiny_float32")["x_t"])  # of the same noise and time in every case
-    everything = joint_pass(bind(config, params), goldens.observation(), x_t, goldens.chunk("time"))
+def _joint_loss(config: Pi0Config, params: dict[str, Array], x_t: Array, time: Array) -> tuple[Array, dict[str, Array]]:
+    everything = joint_pass(bind(config, params), goldens.observation(), x_t, time)
     target = goldens.chunk("noise") - goldens.chunk("actions")
     loss = jnp.mean(jnp.square(everything["v_t"] - target), axis=-1)
     return loss.mean(), everything | {"loss": loss}
 
 
-def _with_gradient(loss: Callable[..., Any], config: Pi0Config, params: dict[str, Array]) -> tuple[Any, Any]:
-    (_, rest), gradient = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))(params)
-    return rest, gradient
+def _with_gradient(loss: Callable[..., Any], config: Pi0Config) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
+
+
+def norm(array: Any) -> float:
+    """In NumPy: JAX would compile a program for each shape."""
+    return float(np.linalg.norm(np.asarray(array)))
 
 
 @pytest.fixture(scope="module", params=goldens.CASES)
 def case(request: pytest.FixtureRequest) -> Case:
-    name = request.param
-    theirs = dict(goldens.arrays(f"outputs_{name}_float32"))
-    config = goldens.config(name)
-    params = goldens.params(name)
-    return Case(name, config, params, _run(config, params, theirs, (10, 5, 1)), theirs)
+    return load_case(request.param)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
@@ -187,7 +221,7 @@ def test_fresh_parameters_are_complete_and_zero_where_openpi_starts_at_zero(
 
 
 def test_layers_are_initialised_with_openpis_spread(fresh: tuple[Pi0Config, dict[str, Array]]) -> None:
-    """Variance 1/fan_in, whatever axes stand before the last two; the vocabulary and the adapters 0.01²."""
+    """Variance 1/fan_in, whatever the leading axes are; 0.01² for the vocabulary and adapters."""
     _, params = fresh
     for name, fan_in in {
         "PaliGemma/llm/embedder/input_embedding": 1e4,
@@ -203,7 +237,7 @@ def test_layers_are_initialised_with_openpis_spread(fresh: tuple[Pi0Config, dict
 
 def test_frozen_parameters_can_live_in_bfloat16_and_adapters_stay_float32() -> None:
     config = goldens.config("pi0_tiny_lora")
-    params = cast_frozen(config, goldens.params("pi0_tiny_lora"))
+    params = jax.jit(cast_frozen, static_argnums=0)(config, goldens.params("pi0_tiny_lora"))
     assert {str(p.dtype) for n, p in params.items() if is_frozen(config, n)} == {"bfloat16"}
     assert {str(p.dtype) for n, p in params.items() if not is_frozen(config, n)} == {"float32"}
     loss, _ = jax.jit(lambda p: _loss(config, p))(params)
@@ -231,7 +265,7 @@ def test_prefix_outputs_are_openpis_where_there_is_a_token(case: Case) -> None:
 
 
 def test_joint_pass_reproduces_padding_too(case: Case) -> None:
-    """Padding looks at everything in OpenPI, the suffix included: only the joint pass can agree on it."""
+    """In OpenPI padding attends to everything, the suffix included, which only the joint pass reproduces."""
     assert max_difference(case.joint_and_gradient[0]["prefix_out"], case.theirs["prefix_out"]) < 2e-4
 
 
@@ -251,24 +285,8 @@ def test_samples_are_openpis(case: Case, num_steps: int) -> None:
 def test_nothing_but_the_time_embedding_needs_the_wider_tolerance(case: Case) -> None:
     """From OpenPI's own suffix tokens and condition, everything after them agrees to the tight tolerance."""
     horizon = case.config.action_horizon
-
-    @jax.jit
-    def after_embedding(params: dict[str, Array]) -> tuple[Array, Array]:
-        model = bind(case.config, params)
-        prefix = model.encode(goldens.observation())
-        tokens = jnp.asarray(case.theirs["suffix_tokens"])
-        out = model.PaliGemma.llm.suffix(
-            tokens[:, :-horizon],
-            tokens[:, None, -horizon:],
-            prefix.cache,
-            prefix_mask=prefix.mask,
-            cond=jnp.asarray(case.theirs["adarms_cond"])[:, None] if case.config.pi05 else None,
-        )[:, 0]
-        return out, model.action_out_proj(out)
-
-    suffix_out, v_t = after_embedding(case.params)
-    assert max_difference(suffix_out, case.theirs["suffix_out"][:, -horizon:]) < 2e-5
-    assert max_difference(v_t, case.theirs["v_t"]) < 2e-5
+    assert max_difference(case.ours["from_their_suffix/suffix_out"], case.theirs["suffix_out"][:, -horizon:]) < 2e-5
+    assert max_difference(case.ours["from_their_suffix/v_t"], case.theirs["v_t"]) < 2e-5
 
 
 def test_every_gradient_is_openpis(case: Case) -> None:
@@ -276,11 +294,10 @@ def test_every_gradient_is_openpis(case: Case) -> None:
     _, ours = case.loss_and_gradient
     assert set(ours) == set(theirs)
     for name, golden in theirs.items():
-        norm = float(np.linalg.norm(golden))
-        # Softmax ignores a bias on its keys: that gradient is zero but for rounding, and has no relative error.
-        allowed = max(1e-3 * norm, 1e-7)
-        assert np.linalg.norm(np.asarray(ours[name]) - golden) <= allowed, f"{name}, norm {norm}"
-    squares = sum(float(jnp.sum(jnp.square(g))) for g in ours.values())
+        # Softmax ignores a bias on its keys: that gradient is zero except for rounding, and has no relative error.
+        allowed = max(1e-3 * norm(golden), 1e-7)
+        assert norm(np.asarray(ours[name]) - golden) <= allowed, f"{name}, norm {norm(golden)}"
+    squares = sum(norm(gradient) ** 2 for gradient in ours.values())
     np.testing.assert_allclose(np.sqrt(squares), META[case.name]["global_grad_norm"], rtol=1e-4)
 
 
@@ -313,18 +330,19 @@ def test_time_embedding_is_openpis(width: int) -> None:
 
 @pytest.mark.parametrize("name", goldens.CASES)
 def test_bfloat16_stays_within_openpis_own_noise(name: str) -> None:
-    """OpenPI computed each loss twice, by programs 1.2e-2 apart at most; we may be no further from the nearer one."""
+    """OpenPI computed each loss with two programs, which differ by up to 1.2e-2; ours must be that near to one."""
     theirs = dict(goldens.arrays(f"outputs_{name}_bfloat16"))
     exact = goldens.arrays(f"outputs_{name}_float32")
     config = dataclasses.replace(goldens.config(name), dtype="bfloat16")
-    ours = _run(config, goldens.params(name), theirs, (10,))
+    program = jax.jit(functools.partial(_outputs, config, theirs, (10,)))
+    ours = program(goldens.params(name), goldens.chunk("noise"), goldens.chunk("time"))
     assert ours["prefix_tokens"].dtype == jnp.bfloat16
     assert ours["v_t"].dtype == jnp.float32
     noise_floor = max(META[case]["bfloat16/pieces_vs_compute_loss_maxabs"] for case in goldens.CASES)
     nearer = np.minimum(*(np.abs(np.asarray(ours["loss"]) - theirs[key]) for key in ("loss", "compute_loss")))
     assert nearer.max() < noise_floor
     for key in ("prefix_tokens", "v_t", "sample_actions/num_steps_10"):
-        rounding = max_difference(theirs[key], exact[key])  # what bfloat16 itself costs
+        rounding = max_difference(theirs[key], exact[key])  # the error of bfloat16 itself
         assert max_difference(ours[key].astype(jnp.float32), theirs[key]) < rounding, key
 
 
@@ -332,7 +350,7 @@ def test_bfloat16_stays_within_openpis_own_noise(name: str) -> None:
 def test_samples_from_bfloat16_parameters_are_openpis(name: str) -> None:
     """OpenPI serves every checkpoint with its parameters in bfloat16."""
     config = dataclasses.replace(goldens.config(name), dtype="bfloat16")
-    params = {key: p.astype(jnp.bfloat16) for key, p in goldens.params(name).items()}
+    params = {key: jnp.asarray(p.astype(jnp.bfloat16)) for key, p in goldens.arrays(f"params_{name}").items()}
 
     @jax.jit
     def sample(params: dict[str, Array]) -> Array:
@@ -351,65 +369,40 @@ def test_shared_prefix_and_joint_pass_give_equal_losses_and_gradients(case: Case
     (shared, shared_gradient), (joint, joint_gradient) = case.loss_and_gradient, case.joint_and_gradient
     np.testing.assert_allclose(shared, joint["loss"], atol=1e-5)
     for name, gradient in joint_gradient.items():
-        difference = float(jnp.linalg.norm(gradient - shared_gradient[name]))
-        assert difference <= 1e-4 * float(jnp.linalg.norm(gradient)) + 1e-7, name
+        difference = norm(np.asarray(gradient) - np.asarray(shared_gradient[name]))
+        assert difference <= 1e-4 * norm(gradient) + 1e-7, name
 
 
 def test_shared_prefix_and_joint_pass_give_equal_samples(case: Case) -> None:
-    """Euler by hand over the joint pass, the whole observation read anew at every step."""
+    """Euler steps by hand with the joint pass, which encodes the whole observation again at every step."""
+    x_t, time = np.asarray(goldens.chunk("noise")), np.float32(1.0)
+    for _ in range(5):
+        v_t = case.joint(jnp.asarray(x_t), jnp.asarray(np.full(len(x_t), time)))[0]["v_t"]
+        x_t, time = x_t - np.asarray(v_t) / 5, time - np.float32(0.2)
+    np.testing.assert_allclose(case.ours["sample_actions/num_steps_5"], x_t, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["pi0_tiny", "pi05_tiny_lora"])
+def test_candidates_of_one_prefix_equal_separate_samples_and_losses(name: str) -> None:
+    case = load_case(name)
+    actions = goldens.chunk("actions")
+    rng = np.random.default_rng(7)
+    noise = jnp.asarray(rng.standard_normal((actions.shape[0], 5, *actions.shape[1:]), np.float32))
+    time = jnp.asarray(rng.uniform(size=noise.shape[:2]).astype(np.float32))
 
     @jax.jit
-    def joint_sample(params: dict[str, Array]) -> Array:
+    def together(params: dict[str, Array]) -> tuple[Array, Array]:
         model = bind(case.config, params)
+        prefix = model.encode(goldens.observation())
+        shared = jnp.broadcast_to(actions[:, None], noise.shape)
+        return model.sample(prefix, noise), model.flow_loss(prefix, shared, noise, time)
 
-        def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-            x_t, time = carry
-            v_t = joint_pass(model, goldens.observation(), x_t, jnp.broadcast_to(time, x_t.shape[:1]))["v_t"]
-            return (x_t - v_t / 10, time - 0.1), None
-
-        return jax.lax.scan(step, (goldens.chunk("noise"), jnp.float32(1.0)), None, length=10)[0][0]
-
-    np.testing.assert_allclose(case.ours["sample_actions/num_steps_10"], joint_sample(case.params), atol=2e-4)
-
-
-@pytest.fixture(scope="module", params=["pi0_tiny", "pi05_tiny_lora"])
-def candidates(request: pytest.FixtureRequest) -> tuple[Pi0Config, dict[str, Array], Array]:
-    config = goldens.config(request.param)
-    noise = jax.random.normal(jax.random.key(7), (3, 5, config.action_horizon, config.action_dim))
-    return config, goldens.params(request.param), noise
-
-
-def test_candidates_of_one_prefix_equal_separate_samples(
-    candidates: tuple[Pi0Config, dict[str, Array], Array],
-) -> None:
-    config, params, noise = candidates
-
-    @jax.jit
-    def sample(noise: Array) -> Array:
-        model = bind(config, params)
-        return model.sample(model.encode(goldens.observation()), noise)
-
-    together = sample(noise)
-    apart = jnp.stack([sample(noise[:, i]) for i in range(noise.shape[1])], axis=1)
-    np.testing.assert_allclose(together, apart, atol=5e-6)
-
-
-def test_several_draws_on_one_prefix_equal_separate_losses(
-    candidates: tuple[Pi0Config, dict[str, Array], Array],
-) -> None:
-    config, params, noise = candidates
-    time = jax.random.uniform(jax.random.key(8), noise.shape[:2])
-    actions = jnp.broadcast_to(goldens.chunk("actions")[:, None], noise.shape)
-
-    @jax.jit
-    def loss(actions: Array, noise: Array, time: Array) -> Array:
-        model = bind(config, params)
-        return model.flow_loss(model.encode(goldens.observation()), actions, noise, time)
-
-    together = loss(actions, noise, time)
-    apart = jnp.stack([loss(actions[:, i], noise[:, i], time[:, i]) for i in range(noise.shape[1])], axis=1)
-    assert together.shape == noise.shape[:-1]
-    np.testing.assert_allclose(together, apart, atol=2e-5)
+    samples, losses = together(case.params)
+    assert losses.shape == noise.shape[:-1]
+    for i in range(noise.shape[1]):
+        alone = case.run(noise[:, i], time[:, i])
+        np.testing.assert_allclose(samples[:, i], alone["sample_actions/num_steps_10"], atol=5e-6)
+        np.testing.assert_allclose(losses[:, i], alone["loss"], atol=2e-5)
 
 
 def test_candidates_never_copy_the_prefix_cache() -> None:
@@ -446,7 +439,7 @@ def test_gradients_flow_through_the_prefix_unless_stopped() -> None:
         batch = (goldens.chunk("actions"), goldens.chunk("noise"), goldens.chunk("time"))
         return model.flow_loss(prefix, *batch).mean()
 
-    gradient, flowing = stopped(params), goldens.arrays("grads_pi0_tiny")  # which the other tests show to be ours
+    gradient, flowing = stopped(params), goldens.arrays("grads_pi0_tiny")  # equal to ours, as other tests show
     vision, head = "PaliGemma/img/embedding/kernel", "action_out_proj/kernel"
     assert np.abs(flowing[vision]).max() > 0
     assert jnp.abs(gradient[vision]).max() == 0
@@ -460,9 +453,7 @@ def test_rematerialisation_changes_memory_not_gradients(remat: Any) -> None:
     gradient = jax.jit(jax.grad(lambda p: _loss(config, p)[0]))
     theirs = goldens.arrays("grads_pi05_tiny")
     for name, ours in gradient(params).items():
-        assert np.linalg.norm(np.asarray(ours) - theirs[name]) <= max(
-            1e-3 * float(np.linalg.norm(theirs[name])), 1e-7
-        ), name
+        assert norm(np.asarray(ours) - theirs[name]) <= max(1e-3 * norm(theirs[name]), 1e-7), name
     known = jax.checkpoint_policies
     saved = {"dots": known.dots_with_no_batch_dims_saveable, "full": known.nothing_saveable}[remat]
     policies = {
@@ -476,14 +467,14 @@ def test_rematerialisation_changes_memory_not_gradients(remat: Any) -> None:
 def test_a_picture_of_another_size_is_resized_on_the_device() -> None:
     config, params = goldens.config("pi0_tiny"), goldens.params("pi0_tiny")
     observation = goldens.observation()
-    larger = {name: jnp.repeat(jnp.repeat(image, 2, 1), 2, 2) for name, image in observation.images.items()}
-    model: Pi0 = bind(config, params)
-    as_is, _ = model.embed_prefix(observation)
-    resized, _ = model.embed_prefix(dataclasses.replace(observation, images=larger))
+    larger = {name: np.asarray(image).repeat(2, 1).repeat(2, 2) for name, image in observation.images.items()}
+    embed = jax.jit(lambda observation: bind(config, params).embed_prefix(observation)[0])
+    as_is, resized = (
+        np.asarray(embed(dataclasses.replace(observation, images=images))) for images in (observation.images, larger)
+    )
     assert resized.shape == as_is.shape
-    # Antialiased shrinking blurs a little over the doubled pixels; the picture is the same one.
-    similarity = jnp.vdot(resized, as_is) / (jnp.linalg.norm(resized) * jnp.linalg.norm(as_is))
-    assert similarity > 0.98
+    # Antialiased shrinking blurs the doubled pixels a little; the image is the same one.
+    assert np.vdot(resized, as_is) / (norm(resized) * norm(as_is)) > 0.98
 
 
 def test_only_the_named_parameters_are_drawn(fresh: tuple[Pi0Config, dict[str, Array]]) -> None:

@@ -1,4 +1,4 @@
-"""The prompt formats, the search for PaliGemma's file, and every way of picking the wrong tokenizer."""
+"""Prompt formats, the search for PaliGemma's file, and errors for wrong tokenizers."""
 
 import hashlib
 import io
@@ -13,6 +13,7 @@ import sentencepiece
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pistar.config.model_presets import MODELS
 from pistar.errors import UserError
 from pistar.models import tokenizer as module
 from pistar.models.tokenizer import (
@@ -25,7 +26,6 @@ from pistar.models.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
-from pistar.presets import MODELS
 
 PAD, EOS, BOS, UNK = 0, 1, 2, 3
 TINY = load_tokenizer("tiny", max_len=48)
@@ -33,7 +33,7 @@ TINY = load_tokenizer("tiny", max_len=48)
 
 @pytest.fixture
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Where OpenPI would keep the file, by the variable and by default; both places still empty."""
+    """Where OpenPI keeps the file, by the variable and by default. Neither exists yet."""
     monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     file = Path("big_vision/paligemma_tokenizer.model")
@@ -115,8 +115,8 @@ def test_discretisation_matches_openpi(openpi_goldens: Path) -> None:
         np.testing.assert_array_equal(discretize_state(golden["discretize/in"]), golden["discretize/out"])
 
 
-def test_nan_state_does_not_pass_for_a_large_one() -> None:
-    with pytest.raises(UserError, match=r"^The state \[0.0, nan\] has NaN, .*; drop or mend"):
+def test_a_nan_state_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^The state \[0.0, nan\] has NaN, .*; drop or repair"):
         TINY.tokenize("fold", np.array([0.0, np.nan]))
 
 
@@ -128,7 +128,7 @@ def test_prompt_of_exactly_max_len_is_whole(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_long_prompt_loses_its_end_and_one_warning_tells(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompt_is_cut_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     module._warn_of_truncation.cache_clear()
     tokenizer = load_tokenizer("tiny", max_len=6)
     with caplog.at_level(logging.WARNING):
@@ -150,7 +150,7 @@ def test_any_text_fits_and_knows_every_character(prompt: str, state: list[float]
     assert tokens.shape == mask.shape == (48,)
     assert mask.sum() == min(len(ids), 48)
     assert (tokens < TINY.vocab_size).all()
-    assert not {PAD, EOS, UNK} & set(ids)  # bytes stand in for what has no piece
+    assert not {PAD, EOS, UNK} & set(ids)  # characters without a piece become bytes
     assert ids.index(BOS) == 0
     assert ids.count(BOS) == 1
 
@@ -217,7 +217,7 @@ def test_missing_given_path_is_not_replaced_by_another(homes: dict[str, Path], t
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>404</html>", TINY_TOKENIZER.read_bytes()[:3000]])
-def test_broken_file_is_told_from_a_model(tmp_path: Path, data: bytes) -> None:
+def test_broken_file_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "broken.model"
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"broken\.model cannot be read as a SentencePiece model .*; if it is a broken"):
@@ -270,5 +270,5 @@ def test_tiny_tokenizer_is_refused_for_a_full_size_model() -> None:
 def test_tokenizer_of_the_contract_is_accepted_and_another_refused() -> None:
     check_same_tokenizer(TINY, TINY.sha256)
     other = PromptTokenizer(TINY.pieces, "f" * 64, 48)
-    with pytest.raises(UserError, match=f"is ffffffffffff… but .* trained with {TINY.sha256[:12]}…; .* point"):
+    with pytest.raises(UserError, match=f"is ffffffffffff… but .* trained with {TINY.sha256[:12]}…; .* use the"):
         check_same_tokenizer(other, TINY.sha256)

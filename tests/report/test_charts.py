@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from pistar.report.charts import curve_chart, small_multiples, stacked_bars, success_chart
+from pistar.report.charts import curve_chart, stacked_bars, success_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -16,34 +16,29 @@ def polylines(svg: str) -> list[np.ndarray]:
     ]
 
 
-def test_every_row_of_every_panel_becomes_a_line() -> None:
-    svg = small_multiples({"a": np.zeros((2, 5)), "b": np.ones((3, 4))}, title="t")
-    assert [len(line) for line in polylines(svg)] == [5, 5, 4, 4, 4]
-
-
 def test_larger_values_are_drawn_higher_and_later_steps_further_right() -> None:
-    (line,) = polylines(small_multiples({"rising": np.array([[0.0, 1.0, 2.0]])}, title="t"))
+    (line,) = polylines(success_chart({}, {"rising": {0: 0.0, 1: 1.0, 2: 2.0}}, title="t"))
     assert (np.diff(line[:, 0]) > 0).all()
     assert (np.diff(line[:, 1]) < 0).all()
 
 
 def test_a_constant_line_lies_in_the_middle_of_its_panel() -> None:
-    svg = small_multiples({"flat": np.full((1, 3), 7.0)}, title="t")
+    svg = success_chart({}, {"flat": {0: 7.0, 1: 7.0, 2: 7.0}}, title="t")
     frame = next(r for r in ET.fromstring(svg).iter(f"{SVG}rect") if r.attrib.get("stroke"))
     middle = float(frame.attrib["y"]) + float(frame.attrib["height"]) / 2
     np.testing.assert_allclose(polylines(svg)[0][:, 1], middle, atol=0.1)
 
 
 def test_a_single_point_is_a_dot_between_its_numbers() -> None:
-    svg = ET.fromstring(small_multiples({"one": np.full((1, 1), 0.3)}, title="t"))
+    svg = ET.fromstring(success_chart({}, {"one": {0: 0.3}}, title="t"))
     (dot,) = svg.iter(f"{SVG}circle")
     frame = next(r for r in svg.iter(f"{SVG}rect") if r.attrib.get("stroke"))
     assert float(dot.attrib["cy"]) == float(frame.attrib["y"]) + float(frame.attrib["height"]) / 2
     assert {"0.15", "0.45"} <= {text.text for text in svg.iter(f"{SVG}text")}, "half of it below and above"
 
 
-def test_what_is_no_number_is_left_out() -> None:
-    (line,) = polylines(small_multiples({"a": np.array([[0.0, np.nan, 1.0, np.inf]])}, title="t"))
+def test_nan_and_inf_are_left_out() -> None:
+    (line,) = polylines(success_chart({}, {"a": {0: 0.0, 1: np.nan, 2: 1.0, 3: np.inf}}, title="t"))
     assert len(line) == 2
     assert np.isfinite(line).all()
 
@@ -60,7 +55,7 @@ def test_successes_are_bars_with_their_intervals() -> None:
 
 
 def test_curves_lie_at_their_steps() -> None:
-    """Which need not be evenly apart: the last comes when it comes."""
+    """Steps need not be evenly spaced."""
     svg = success_chart({}, {"loss": {100: 2.0, 200: 1.0, 500: 0.5}, "nothing yet": {}}, title="t")
     line, nothing = polylines(svg)
     assert not nothing.size
@@ -69,7 +64,7 @@ def test_curves_lie_at_their_steps() -> None:
 
 
 def test_names_with_markup_are_escaped() -> None:
-    svg = small_multiples({"<b>&": np.zeros((1, 2))}, title="a < b")
+    svg = success_chart({}, {"<b>&": {0: 0.0, 1: 0.0}}, title="a < b")
     texts = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
     assert "<b>&" in texts
     assert "a < b" in texts

@@ -1,11 +1,11 @@
-"""The sheet has in it what it was given, where it should be. Whether it is good to look at, only looking tells."""
+"""The sheet shows what it was given, in the right places. How it looks has to be judged by eye."""
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from pistar.report.charts import COLOURS
-from pistar.report.contact_sheet import MARGIN, WIDTH, Outcome, Signal, contact_sheet
+from pistar.report.contact_sheet import MARGIN, WIDTH, EpisodeOutcome, Signal, contact_sheet
 
 RED, BLUE = (250, 10, 10), (10, 10, 250)
 SUCCESS = (0, 158, 115)
@@ -21,16 +21,16 @@ def sheet(**changes: object) -> np.ndarray:
         "subtitle": "episode 0",
         "fps": 10.0,
         "frames": [0, 5],
-        "pictures": {},
+        "images": {},
         "signals": {},
-        "outcome": Outcome(),
+        "outcome": EpisodeOutcome(),
     }
     return np.asarray(contact_sheet(**(settings | changes)))  # type: ignore[arg-type]
 
 
-def where(picture: np.ndarray, colour: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def where(image: np.ndarray, colour: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns of all pixels of a colour, shades of smoothing aside."""
-    rows, columns = np.nonzero((np.abs(picture.astype(int) - colour) <= 12).all(axis=-1))
+    rows, columns = np.nonzero((np.abs(image.astype(int) - colour) <= 12).all(axis=-1))
     return rows, columns
 
 
@@ -39,7 +39,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 def test_cameras_are_rows_and_frames_are_columns() -> None:
-    drawn = sheet(pictures={"high": [plain(RED), plain(BLUE)], "wrist": [plain(BLUE), plain(RED)]})
+    drawn = sheet(images={"high": [plain(RED), plain(BLUE)], "wrist": [plain(BLUE), plain(RED)]})
     red_rows, red_columns = where(drawn, RED)
     blue_rows, blue_columns = where(drawn, BLUE)
     middle = np.median(red_rows)
@@ -49,26 +49,26 @@ def test_cameras_are_rows_and_frames_are_columns() -> None:
     assert red_columns.min() == MARGIN
 
 
-def test_pictures_keep_their_proportions() -> None:
-    rows, columns = where(sheet(frames=[0], pictures={"high": [plain(RED, 40, 80)]}), RED)
+def test_images_keep_their_proportions() -> None:
+    rows, columns = where(sheet(frames=[0], images={"high": [plain(RED, 40, 80)]}), RED)
     assert np.ptp(columns) == pytest.approx(2 * np.ptp(rows), rel=0.02)
 
 
-def test_a_tall_picture_does_not_fill_the_sheet() -> None:
-    rows, _ = where(sheet(frames=[0], pictures={"high": [plain(RED, 900, 100)]}), RED)
+def test_a_tall_image_does_not_fill_the_sheet() -> None:
+    rows, _ = where(sheet(frames=[0], images={"high": [plain(RED, 900, 100)]}), RED)
     assert np.ptp(rows) < 300
 
 
-def test_a_missing_picture_is_a_grey_tile_of_the_others_size() -> None:
-    drawn = sheet(pictures={"high": [plain(RED), None]})
+def test_a_missing_image_is_a_grey_tile_of_the_same_size() -> None:
+    drawn = sheet(images={"high": [plain(RED), None]})
     red = where(drawn, RED)
-    grey = where(drawn[red[0].min() :, red[1].max() + 1 :], (176, 176, 176))  # without smoothed writing
+    grey = where(drawn[red[0].min() :, red[1].max() + 1 :], (176, 176, 176))  # without smoothed text
     assert [np.ptp(axis) for axis in grey] == [np.ptp(axis) for axis in red]
-    assert len(where(sheet(pictures={"high": [None, None]}), (176, 176, 176))[0]) > 1000
+    assert len(where(sheet(images={"high": [None, None]}), (176, 176, 176))[0]) > 1000
 
 
-def test_notes_are_drawn_above_the_pictures() -> None:
-    drawn = sheet(notes=["There are no actions."], pictures={"high": [plain(RED), plain(RED)]})
+def test_notes_are_drawn_above_the_images() -> None:
+    drawn = sheet(notes=["There are no actions."], images={"high": [plain(RED), plain(RED)]})
     note = where(drawn, (213, 94, 0))[0]
     assert len(note)
     assert note.max() < where(drawn, RED)[0].min()
@@ -104,18 +104,18 @@ def test_nan_leaves_a_gap() -> None:
     assert np.diff(np.unique(line)).max() > 0.15 * WIDTH
 
 
-def test_success_is_marked_where_it_came() -> None:
+def test_success_is_marked_at_its_frame() -> None:
     rewards, success = np.zeros(51), np.zeros(51, bool)
     rewards[25], success[25] = 1, True
-    rows, columns = where(sheet(outcome=Outcome(rewards=rewards, success=success)), SUCCESS)
+    rows, columns = where(sheet(outcome=EpisodeOutcome(rewards=rewards, success=success)), SUCCESS)
     mark = columns[columns > WIDTH // 3]  # without the legend
     assert abs(mark.mean() - WIDTH / 2) < 40
-    assert len(where(sheet(outcome=Outcome(rewards=rewards, success=~success & False)), SUCCESS)[0]) == 0
+    assert len(where(sheet(outcome=EpisodeOutcome(rewards=rewards, success=~success & False)), SUCCESS)[0]) == 0
     assert len(rows)
 
 
 def test_an_end_without_rewards_is_drawn_too() -> None:
-    assert sheet(outcome=Outcome(done=np.arange(5) == 4)).shape[0] > sheet().shape[0]
+    assert sheet(outcome=EpisodeOutcome(done=np.arange(5) == 4)).shape[0] > sheet().shape[0]
 
 
 @pytest.mark.parametrize("text", ["把毛巾叠好", "fold " * 200, "x" * 500, ""])
@@ -123,6 +123,8 @@ def test_any_title_is_drawn(text: str) -> None:
     assert sheet(title=text).shape[1] == WIDTH
 
 
-def test_one_frame_of_nothing_but_nan_is_drawn() -> None:
-    drawn = sheet(frames=[0], signals={"action": Signal(np.full((1, 2), np.nan))}, outcome=Outcome(rewards=np.zeros(1)))
+def test_one_frame_of_only_nan_is_drawn() -> None:
+    drawn = sheet(
+        frames=[0], signals={"action": Signal(np.full((1, 2), np.nan))}, outcome=EpisodeOutcome(rewards=np.zeros(1))
+    )
     assert isinstance(Image.fromarray(drawn), Image.Image)

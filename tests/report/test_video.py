@@ -1,4 +1,4 @@
-"""Films, decoded again."""
+"""Videos show the frames they were made of when they are decoded again."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ def frames_of(path: Path) -> tuple[list[np.ndarray], float]:
 
 
 def film(count: int, height: int = 48, width: int = 64) -> list[np.ndarray]:
-    """Every picture of one grey, each lighter than the one before, over a slow ramp."""
+    """Make frames of one grey each over a slow ramp, each lighter than the one before."""
     ramp = np.linspace(0, 40, width)[None, :, None]
     greys = np.linspace(20, 200, count)
     return [np.broadcast_to(ramp + grey, (height, width, 3)).astype(np.uint8) for grey in greys]
 
 
-def test_pictures_come_back_but_for_the_codecs_loss(tmp_path: Path) -> None:
+def test_frames_come_back_except_for_the_codecs_loss(tmp_path: Path) -> None:
     shown = film(12)
     write_video(tmp_path / "deep" / "film.mp4", shown, fps=10)
     found, rate = frames_of(tmp_path / "deep" / "film.mp4")
@@ -55,14 +55,14 @@ def test_odd_sizes_lose_a_row_or_a_column(tmp_path: Path, height: int, width: in
 @pytest.mark.parametrize(
     ("fps", "count", "kept", "rate"),
     [
-        (80, 9, [0, 3, 6, 8], 27),  # every third, and how it ended
+        (80, 9, [0, 3, 6, 8], 27),  # every third, and the last
         (80, 10, [0, 3, 6, 9], 27),
         (50, 5, [0, 2, 4], 25),
         (30, 4, [0, 1, 2, 3], 30),
         (10, 1, [0], 10),
     ],
 )
-def test_fast_films_are_thinned_and_keep_their_end(
+def test_fast_videos_are_thinned_and_keep_their_last_frame(
     tmp_path: Path, fps: int, count: int, kept: list[int], rate: int
 ) -> None:
     shown = film(count)
@@ -74,7 +74,7 @@ def test_fast_films_are_thinned_and_keep_their_end(
         assert abs(one.mean() - shown[index].mean()) < 4
 
 
-def test_a_film_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_video_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
     write_video(tmp_path / "film.mp4", film(2), fps=10)
     before = (tmp_path / "film.mp4").read_bytes()
     with pytest.raises((ValueError, TypeError)):

@@ -1,17 +1,17 @@
-"""Whole runs of a very small model: what they leave behind, and that nothing but seed and step decides it."""
+"""Whole runs of a very small model: what they write, and that it depends on nothing but the settings."""
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,50 +23,89 @@ import pytest
 from rich.console import Console
 
 from pistar.agents.acrlpd import Acrlpd
-from pistar.config import LoraConfig
+from pistar.agents.config import BcConfig
+from pistar.checkpoints.contract import read_contract
+from pistar.checkpoints.manager import saved_steps
+from pistar.checkpoints.reader import open_checkpoint, read_params
+from pistar.checkpoints.verify import verify
+from pistar.checkpoints.writer import write_checkpoint
+from pistar.config.train import RLTrainConfig, load_config
+from pistar.data.chunk_source import ChunkSource
 from pistar.data.norm_stats import load_norm_stats
-from pistar.data.rewards import RewardScheme
 from pistar.data.robots import example_observation, find_robot
-from pistar.data.source import ChunkSource
+from pistar.distributed.compilation_cache import use_compilation_cache
 from pistar.errors import UserError
+from pistar.models.config import LoraConfig
 from pistar.models.pi0 import param_shapes
-from pistar.training.checkpoint_writer import write_checkpoint
-from pistar.training.checkpoints import open_checkpoint, read_params
-from pistar.training.config import BcConfig, RLTrainConfig, load_config
-from pistar.training.contract import read_contract
-from pistar.training.metrics import read_metrics
-from pistar.training.offline import train, use_compilation_cache
-from pistar.training.optimizers import AdamWConfig, CosineSchedule
-from pistar.training.policy import load_policy
-from pistar.training.run import make_agent, prepare
-from pistar.training.saving import saved_steps
-from pistar.training.verify import verify
-from small_run import LEROBOT, MODEL, small_run
+from pistar.optim import AdamWConfig, CosineSchedule
+from pistar.policy.load_policy import load_policy
+from pistar.telemetry.metrics import read_metrics
+from pistar.telemetry.progress import ProgressLine
+from pistar.training.offline import train
+from pistar.training.setup import prepare
+from pistar.types import RewardScheme
+
+from helpers.paths import program
+from helpers.small_run import LEROBOT, MODEL, acrlpd_settings, small_run
+
+ROWS = 16
+"""Rows of a batch: eight devices can share it in two parts each."""
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of frames."""
+    """Folder of the frame cache."""
     return tmp_path_factory.mktemp("frames")
 
 
+def run_in(runs: Path, cache: Path, **changes: object) -> RLTrainConfig:
+    return small_run(runs, cache, **{"batch_size": ROWS} | changes)
+
+
 def quietly(config: RLTrainConfig, **options: bool) -> str:
-    """Train it, and give back what it said."""
+    """Train, and return what was printed."""
     console = Console(record=True, width=200, file=io.StringIO())
     train(config, console, **options)
     return console.export_text()
 
 
+@contextlib.contextmanager
+def programs_in(folder: Path) -> Iterator[None]:
+    """Write every program that is compiled into a folder."""
+    settings: Any = jax.config
+    settings.update("jax_dump_ir_to", str(folder))
+    try:
+        yield
+    finally:
+        settings.update("jax_dump_ir_to", None)
+
+
+def programs(folder: Path) -> dict[str, list[str]]:
+    """The programs in such a folder, by name, without their source lines."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.iterdir()):
+        text = re.sub(r"^#loc.*\n| loc\(.*\)", "", path.read_text(), flags=re.MULTILINE)
+        found.setdefault(path.name.split("_", 2)[2], []).append(text)
+    return found
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the programs of `finished`."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path, compiled: Path) -> Path:
     """The folder of an uninterrupted run."""
-    config = small_run(tmp_path_factory.mktemp("runs"), cache)
-    quietly(config)
+    config = run_in(tmp_path_factory.mktemp("runs"), cache)
+    with programs_in(compiled):
+        quietly(config)
     return config.folder
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    """The metrics, but for those that a clock made."""
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """All lines, without what a clock measured."""
     lines = read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 
@@ -77,7 +116,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def same_checkpoint(one: Path, other: Path) -> bool:
-    """All of it: what is served, and what a run goes on with."""
+    """Whether served weights, raw weights and the rest of the state are equal to the bit."""
     raw = [read_params(folder, weights="raw") for folder in (one, other)]
     with open_checkpoint(one) as ours, open_checkpoint(other) as theirs:
         states = [{leaf.name: leaf.read() for leaf in found.state_leaves()} for found in (ours, theirs)]
@@ -88,7 +127,7 @@ def same_checkpoint(one: Path, other: Path) -> bool:
     )
 
 
-def test_a_run_leaves_an_openpi_checkpoint_its_settings_and_its_story(finished: Path) -> None:
+def test_a_run_writes_an_openpi_checkpoint_its_settings_and_its_metrics(finished: Path) -> None:
     assert sorted(path.name for path in finished.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
     assert saved_steps(finished / "checkpoints") == [12]
     last = finished / "checkpoints" / "12"
@@ -100,58 +139,57 @@ def test_a_run_leaves_an_openpi_checkpoint_its_settings_and_its_story(finished: 
     ]
     assert not verify(last).problems
     policy = load_policy(last)
-    seen = example_observation(find_robot("aloha"), "fold the towel", image_size=32)
-    assert policy.act([seen], policy.draw_noise(0, 1)).shape == (1, 6, 14)
-    lines = told(finished)
-    assert [line["step"] for line in lines if "critic_loss" in line] == [2, 4, 6, 8, 10, 12]
+    observation = example_observation(find_robot("aloha"), "fold the towel", image_size=32)
+    assert policy.act([observation], policy.draw_noise(0, 1)).shape == (1, 6, 14)
+    lines = metrics_of(finished)
+    assert [line["step"] for line in lines if "critic/loss" in line] == [2, 4, 6, 8, 10, 12]
     assert [line["step"] for line in lines if "audit/bias" in line or "audit/q_shuffled_drop" in line] == [6, 12]
     assert load_config(finished / "config.yaml").model == MODEL
-    taught = read_contract(last / "contract.json").instructions
-    assert taught == ("Transfer the cube from the right arm to the left arm", "Insert the peg into the socket")
-    assert policy.taught == taught
+    instructions = read_contract(last / "contract.json").instructions
+    assert instructions == ("Transfer the cube from the right arm to the left arm", "Insert the peg into the socket")
+    assert policy.instructions == instructions
 
 
-def test_the_same_seed_is_the_same_run_and_another_is_not(finished: Path, tmp_path: Path, cache: Path) -> None:
-    again, other = (small_run(tmp_path / name, cache, seed=seed) for name, seed in (("again", 0), ("other", 1)))
-    quietly(again)
-    quietly(other)
-    assert told(again.folder) == told(finished)
-    assert same_checkpoint(again.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
-    assert told(other.folder) != told(finished)
-    assert not same_weights(other.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
+def test_the_same_seed_gives_the_same_run_however_often_it_is_saved(
+    finished: Path, tmp_path: Path, cache: Path
+) -> None:
+    """And old checkpoints are deleted, except multiples of `keep_every`."""
+    config = run_in(tmp_path, cache, save_every=2, keep_last=2, keep_every=6)
+    quietly(config)
+    assert metrics_of(config.folder) == metrics_of(finished)
+    assert same_checkpoint(config.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
+    assert saved_steps(config.folder / "checkpoints") == [6, 10, 12]
+    assert [path.name for path in (config.folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
 
 
-def test_another_seed_is_another_run_of_the_same_programs(tmp_path: Path, cache: Path) -> None:
-    """So that what is kept of compiling serves every seed."""
+def test_another_seed_gives_another_run_of_the_same_programs(
+    finished: Path, compiled: Path, tmp_path: Path, cache: Path
+) -> None:
+    """So programs in the compilation cache serve every seed."""
+    config = without_audit(run_in(tmp_path / "runs", cache, seed=1))
+    with programs_in(tmp_path / "programs"):
+        quietly(config)
+    other, one = metrics_of(config.folder), [line for line in metrics_of(finished) if "critic/loss" in line]
+    assert [line["step"] for line in other] == [line["step"] for line in one]
+    assert all(ours["critic/loss"] != theirs["critic/loss"] for ours, theirs in zip(other, one, strict=True))
+    assert not same_weights(config.folder / "checkpoints" / "12", finished / "checkpoints" / "12")
+    ours, theirs = programs(tmp_path / "programs"), programs(compiled)
+    for name in ("jit_dispatch_compile.mlir", "jit_start_compile.mlir"):
+        assert ours[name] == theirs[name]
 
-    def programs(seed: int) -> dict[str, list[str]]:
-        dumped = tmp_path / f"programs{seed}"
-        settings: Any = jax.config
-        settings.update("jax_dump_ir_to", str(dumped))
-        try:
-            quietly(small_run(tmp_path / f"run{seed}", cache, seed=seed, steps=3))
-        finally:
-            settings.update("jax_dump_ir_to", None)
-        found: dict[str, list[str]] = {}
-        for path in sorted(dumped.iterdir()):
-            told = re.sub(r"^#loc.*\n| loc\(.*\)", "", path.read_text(), flags=re.MULTILINE)  # which lines it is of
-            found.setdefault(path.name.split("_", 2)[2], []).append(told)
-        return found
 
-    one, other = programs(0), programs(1)
-    for name in ("jit_dispatch_compile.mlir", "jit_first_state_compile.mlir"):
-        assert one[name] == other[name]
+def without_audit(config: RLTrainConfig) -> RLTrainConfig:
+    return dataclasses.replace(config, algorithm=dataclasses.replace(acrlpd_settings(config), audit_every=0))
 
 
 def start(
     runs: Path, cache: Path, *options: str, devices: int | None = None, **changes: object
 ) -> "subprocess.Popen[str]":
-    program = str(Path(__file__).parent.parent / "small_run.py")
     flags = os.environ.get("XLA_FLAGS", "")
     if devices is not None:
         flags += f" --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, program, str(runs), str(cache), json.dumps(changes), *options],
+        [sys.executable, program("train_small_run"), str(runs), str(cache), json.dumps(changes), *options],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "XLA_FLAGS": flags},
@@ -163,68 +201,65 @@ def wait_until(true: Callable[[], bool], process: "subprocess.Popen[str]") -> No
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("checkpoint", [0, 3])
-def test_a_run_that_was_killed_goes_on_to_the_bit(finished: Path, tmp_path: Path, cache: Path, checkpoint: int) -> None:
-    """At a random moment: before the first checkpoint, or while the one after is being written."""
-    folder = small_run(tmp_path, cache).folder
-    process = start(tmp_path, cache)
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and last_saved(folder) >= checkpoint, process)
-    time.sleep(random.Random(checkpoint).random() * 0.2)
+def kill_when(true: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    wait_until(true, process)
     process.kill()
     process.communicate()
-    assert last_saved(folder) < 12, "it was done before it could be killed"
-    quietly(small_run(tmp_path, cache), resume=True)
-    assert told(folder) == told(finished)
-    assert same_checkpoint(folder / "checkpoints" / "12", finished / "checkpoints" / "12")
 
 
 def last_saved(folder: Path) -> int:
     return max(saved_steps(folder / "checkpoints"), default=0)
 
 
-def test_a_polite_stop_saves_and_says_so(finished: Path, tmp_path: Path, cache: Path) -> None:
-    folder = small_run(tmp_path, cache).folder
-    process = start(tmp_path, cache)
-    wait_until(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 1, process)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate()
-    assert process.returncode == 0, said
-    assert "Stopped on request at step" in said
-    quietly(small_run(tmp_path, cache), resume=True)
-    assert told(folder) == told(finished)
+def test_a_run_that_is_killed_twice_and_stopped_once_continues_to_the_bit(
+    finished: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first checkpoint and while it writes a later one; stopped between two checkpoints."""
+    config = run_in(tmp_path, cache)
+    folder, rows = config.folder, {"batch_size": ROWS}
+    kill_when((folder / "metrics.jsonl").exists, start(tmp_path, cache, **rows))
+    assert last_saved(folder) == 0, "it had saved before it could be killed"
+
+    def writes_a_later_checkpoint() -> bool:
+        return last_saved(folder) >= 3 and any((folder / "checkpoints").glob(".*.unfinished-*"))
+
+    kill_when(writes_a_later_checkpoint, start(tmp_path, cache, "--resume", **rows))
+    assert 3 <= last_saved(folder) < 12, "it was done before it could be killed"
+
+    stop_at = {3: 5, 6: 7, 9: 11}[last_saved(folder)]  # neither logged nor saved
+    stepped = ProgressLine.stepped
+
+    def stop(line: ProgressLine, step: int, state: object) -> None:
+        stepped(line, step, state)
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ProgressLine, "stepped", stop)
+        assert f"Stopped on request at step {stop_at}; saved." in quietly(config, resume=True)
+    assert saved_steps(folder / "checkpoints") == [stop_at]
+    quietly(config, resume=True)
+    assert metrics_of(folder) == metrics_of(finished)
     assert same_checkpoint(folder / "checkpoints" / "12", finished / "checkpoints" / "12")
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["12"], "what was half written is removed"
 
 
-def test_a_finished_run_can_be_made_longer(finished: Path, tmp_path: Path, cache: Path) -> None:
-    shutil.copytree(finished, tmp_path / "debug")
-    said = quietly(small_run(tmp_path, cache, steps=16), resume=True)
-    assert "note: steps" not in said
-    assert told(tmp_path / "debug")[: len(told(finished))] == told(finished)
-    assert saved_steps(tmp_path / "debug" / "checkpoints") == [16]
-
-
-def test_checkpoints_are_thinned_out(tmp_path: Path, cache: Path) -> None:
-    config = small_run(tmp_path, cache, save_every=2, keep_last=2, keep_every=6)
-    quietly(config)
-    assert saved_steps(config.folder / "checkpoints") == [6, 10, 12]
-    assert [path.name for path in (config.folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
-
-
-def test_several_updates_a_call_come_to_the_same_end(finished: Path, tmp_path: Path, cache: Path) -> None:
-    config = small_run(tmp_path, cache, updates_per_dispatch=2, save_every=4)
+def test_several_updates_in_one_call_give_the_same_weights(finished: Path, tmp_path: Path, cache: Path) -> None:
+    config = without_audit(run_in(tmp_path, cache, updates_per_dispatch=2, save_every=4))
     quietly(config)
     ours, theirs = (read_params(folder / "checkpoints" / "12") for folder in (config.folder, finished))
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], atol=2e-5, err_msg=name)
 
 
-def test_eight_devices_in_two_parts_each_train_what_one_trains(tmp_path: Path, cache: Path) -> None:
-    changes = {"batch_size": 16, "steps": 4}
-    quietly(small_run(tmp_path / "one", cache, **changes))
-    process = start(tmp_path / "eight", cache, devices=8, gradient_accumulation=2, **changes)
-    _, said = process.communicate()
-    assert process.returncode == 0, said
-    one, eight = (told(tmp_path / name / "debug") for name in ("one", "eight"))
+def test_eight_devices_in_two_parts_each_train_what_one_device_trains(
+    finished: Path, tmp_path: Path, cache: Path
+) -> None:
+    process = start(tmp_path, cache, devices=8, batch_size=ROWS, gradient_accumulation=2, steps=4)
+    _, printed = process.communicate()
+    assert process.returncode == 0, printed
+    eight = metrics_of(tmp_path / "debug")
+    one = metrics_of(finished)[:2]
     assert [line["step"] for line in eight] == [line["step"] for line in one] == [2, 4]
     for expected, found in zip(one, eight, strict=True):
         assert found.keys() == expected.keys()
@@ -232,25 +267,27 @@ def test_eight_devices_in_two_parts_each_train_what_one_trains(tmp_path: Path, c
             np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
 
 
-def test_imitation_runs_through_the_same_loop_and_needs_no_labels(tmp_path: Path, cache: Path) -> None:
-    config = small_run(tmp_path / "runs", cache, algorithm=BcConfig())
+def test_imitation_uses_the_same_loop_and_needs_no_labels(tmp_path: Path, cache: Path) -> None:
+    config = small_run(tmp_path / "runs", cache, algorithm=BcConfig(), steps=4)
     data = dataclasses.replace(config.data, datasets=(str(without("next.success", tmp_path)),))
     config = dataclasses.replace(config, data=data)
     assert "no success" not in quietly(config)
-    assert not verify(config.folder / "checkpoints" / "12").problems
-    assert all("loss" in line and "critic_loss" not in line for line in told(config.folder))
+    assert not verify(config.folder / "checkpoints" / "4").problems
+    lines = metrics_of(config.folder)
+    assert [line["step"] for line in lines] == [2, 4]
+    assert all("loss" in line and "critic/loss" not in line for line in lines)
 
 
-def test_a_run_starts_from_a_checkpoint_with_its_own_statistics(finished: Path, tmp_path: Path, cache: Path) -> None:
-    """And with its weights: after one update of the policy the average has moved a hundredth of the way."""
+def test_a_run_starts_from_a_checkpoints_weights_and_norm_stats(finished: Path, tmp_path: Path, cache: Path) -> None:
+    """After one update of the policy its average has moved a hundredth of the way."""
     start = finished / "checkpoints" / "12"
-    config = small_run(tmp_path, cache, checkpoint=str(start), steps=3)
-    said = quietly(config, debug=True)
-    assert "assets/pistar of" in said
-    assert "policy/trained/PaliGemma/llm/embedder/input_embedding  float32[" in said
-    assert "debug: nothing is wrong with the state" in said
-    for words in ("memory in MB, loaded: host", "memory in MB, first update", "weights that train", "target critic"):
-        assert words in said, words
+    config = run_in(tmp_path, cache, checkpoint=str(start), steps=3)
+    printed = quietly(config, debug=True)
+    assert "assets/pistar of" in printed
+    assert "policy/trained/PaliGemma/llm/embedder/input_embedding  float32[" in printed
+    assert "debug: nothing is wrong with the state" in printed
+    for words in ("memory in MB, loaded: host", "memory in MB, first update", "trained weights", "target critic"):
+        assert words in printed, words
     end = config.folder / "checkpoints" / "3"
     before, after = (folder / "assets" / "pistar" / "norm_stats.json" for folder in (start, end))
     assert before.read_text() == after.read_text()
@@ -260,7 +297,7 @@ def test_a_run_starts_from_a_checkpoint_with_its_own_statistics(finished: Path, 
         np.testing.assert_allclose(average, 0.99 * first[name] + 0.01 * raw[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-def test_what_is_held_out_is_never_drawn_and_successes_can_be_all_there_is(tmp_path: Path, cache: Path) -> None:
+def test_held_out_episodes_are_never_drawn_and_successes_can_be_trained_on_alone(tmp_path: Path, cache: Path) -> None:
     config = small_run(tmp_path, cache)
     run = prepare(config, dry=True)
     (held_out,) = run.held_out
@@ -273,33 +310,37 @@ def test_what_is_held_out_is_never_drawn_and_successes_can_be_all_there_is(tmp_p
     assert prepare(only, dry=True).episodes[0] < run.episodes[0]
 
 
-def test_each_optimiser_has_its_own_rate(tmp_path: Path, cache: Path) -> None:
+def test_each_optimiser_has_its_own_learning_rate(tmp_path: Path, cache: Path) -> None:
     def rate(peak: float) -> AdamWConfig:
         return AdamWConfig(schedule=CosineSchedule(warmup_steps=0, peak_lr=peak, decay_steps=10, decay_lr=0.0))
 
-    config = small_run(
-        tmp_path, cache, policy_optimizer=rate(1.0), critic_optimizer=rate(2.0), temperature_optimizer=rate(3.0)
-    )
-    agent = make_agent(config)
+    config = small_run(tmp_path, cache, policy_optimizer=rate(1.0))
+    algorithm = dataclasses.replace(acrlpd_settings(config), critic_optimizer=rate(2.0))
+    agent = dataclasses.replace(config, algorithm=algorithm).make_agent()
     assert isinstance(agent, Acrlpd)
     for optimizer, peak in (
         (agent.policy_optimizer, 1.0),
         (agent.critic_optimizer, 2.0),
-        (agent.temperature_optimizer, 3.0),
+        (agent.temperature_optimizer, 0.01),
     ):
         change, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.zeros(())), jnp.zeros(()))
         np.testing.assert_allclose(change, -peak, rtol=1e-5)
 
 
-def test_a_schedule_that_does_not_fit_the_run_is_told(tmp_path: Path, cache: Path) -> None:
+def test_a_schedule_that_does_not_fit_the_run_is_noted(tmp_path: Path, cache: Path) -> None:
     """`debug` has schedules for 20 updates."""
-    assert not [note for note in prepare(small_run(tmp_path, cache, steps=20), dry=True).notes if "rate" in note]
-    notes = prepare(small_run(tmp_path, cache, steps=200), dry=True).notes
-    assert any("policy_optimizer's rate comes down over 20 updates and this run makes 198" in note for note in notes)
-    assert any("--critic-optimizer.schedule.decay-steps 200" in note for note in notes)
+    fitting, longer = (prepare(small_run(tmp_path, cache, steps=n), dry=True).context.notes for n in (20, 200))
+    assert not [note for note in fitting if "rate" in note]
+    for words in (
+        "policy_optimizer's learning rate falls over 20 updates and this run makes 198",
+        "--algorithm.critic-optimizer.schedule.decay-steps 200",
+    ):
+        assert any(words in note for note in longer), words
 
 
-def test_programs_are_kept_where_the_user_has_not_said_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_programs_are_cached_unless_the_user_names_another_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     kept: dict[str, object] = {}
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("PISTAR_CACHE", str(tmp_path))
@@ -313,20 +354,19 @@ def test_programs_are_kept_where_the_user_has_not_said_where(monkeypatch: pytest
     assert not kept
 
 
-def test_a_dry_run_checks_everything_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path: Path) -> None:
     config = small_run(tmp_path / "runs", tmp_path / "cache")
-    said = quietly(config, dry_run=True)
-    assert "data, weights and shapes agree" in said
+    assert "data, weights and shapes fit together" in quietly(config, dry_run=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_holds_a_run_is_not_touched(finished: Path, cache: Path) -> None:
-    config = small_run(finished.parent, cache)
+def test_a_folder_with_a_run_is_not_touched(finished: Path, cache: Path) -> None:
+    config = run_in(finished.parent, cache)
     with pytest.raises(UserError, match=r"The run's folder is /proc/.*, which cannot be written"):
         quietly(dataclasses.replace(config, runs=Path("/proc/runs")), dry_run=True)
-    with pytest.raises(UserError, match="holds a run at step 12; go on with it by --resume"):
+    with pytest.raises(UserError, match="holds a run at step 12; continue it with --resume"):
         quietly(config)
-    with pytest.raises(UserError, match="holds a run at step 12; go on with it by --resume"):
+    with pytest.raises(UserError, match="holds a run at step 12; continue it with --resume"):
         quietly(config, dry_run=True)
     with pytest.raises(UserError, match="is at step 12 of 12 already; raise --steps"):
         quietly(config, resume=True)
@@ -336,9 +376,9 @@ def test_a_folder_that_holds_a_run_is_not_touched(finished: Path, cache: Path) -
         quietly(dataclasses.replace(config, exp_name="other"), resume=True)
 
 
-def test_what_is_refused_does_not_cost_the_run_that_is_there(finished: Path, tmp_path: Path, cache: Path) -> None:
+def test_a_refused_overwrite_deletes_nothing(finished: Path, tmp_path: Path, cache: Path) -> None:
     shutil.copytree(finished, tmp_path / "debug")
-    config = small_run(tmp_path, cache, tokenizer="/nowhere")
+    config = run_in(tmp_path, cache, tokenizer="/nowhere")
     with pytest.raises(UserError, match="tokenizer /nowhere"):
         quietly(config, overwrite=True)
     assert saved_steps(tmp_path / "debug" / "checkpoints") == [12]
@@ -349,60 +389,67 @@ def test_what_is_refused_does_not_cost_the_run_that_is_there(finished: Path, tmp
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-def test_resuming_with_another_model_is_refused_and_with_other_rates_noted(
+def test_resuming_with_settings_the_weights_were_not_made_for_is_refused(
     finished: Path, tmp_path: Path, cache: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "debug")
-    longer = small_run(tmp_path, cache, steps=14)
+    longer = run_in(tmp_path, cache, steps=14)
     with pytest.raises(UserError, match=r"model.action_horizon was 6 and is now 7"):
         quietly(dataclasses.replace(longer, model=dataclasses.replace(MODEL, action_horizon=7)), resume=True)
-    algorithm: Any = longer.algorithm
+    algorithm = acrlpd_settings(longer)
     linear = dataclasses.replace(algorithm, critic=dataclasses.replace(algorithm.critic, head="linear"))
     with pytest.raises(UserError, match=r"algorithm.critic.head was bounded and is now linear"):
         quietly(dataclasses.replace(longer, algorithm=linear), resume=True)
-    with pytest.raises(UserError, match="is at step 12, no multiple of updates_per_dispatch 8"):
-        quietly(
-            small_run(tmp_path, cache, steps=16, save_every=8, log_every=8, audit_every=8, updates_per_dispatch=8),
-            resume=True,
-        )
-    assert load_config(tmp_path / "debug" / "config.yaml") == small_run(finished.parent, cache)
-    said = quietly(dataclasses.replace(longer, batch_size=2, audit_every=0), resume=True)
-    assert "note: batch_size was 4 and is 2 from here on" in said
+    every_8 = dataclasses.replace(algorithm, audit_every=8)
+    eights = run_in(tmp_path, cache, algorithm=every_8, steps=16, save_every=8, log_every=8, updates_per_dispatch=8)
+    with pytest.raises(UserError, match="is at step 12, not a multiple of updates_per_dispatch 8"):
+        quietly(eights, resume=True)
+    assert load_config(tmp_path / "debug" / "config.yaml") == run_in(finished.parent, cache)
 
 
-def test_resuming_on_data_with_other_statistics_is_refused(finished: Path, tmp_path: Path, cache: Path) -> None:
+def test_a_finished_run_can_be_made_longer_and_what_changes_with_it_is_noted(
+    finished: Path, tmp_path: Path, cache: Path
+) -> None:
+    """Other data would need other norm stats, which is refused; with the old ones it is possible."""
     shutil.copytree(finished, tmp_path / "debug")
-    longer = small_run(tmp_path, cache, steps=14)
+    longer = without_audit(run_in(tmp_path, cache, steps=14, batch_size=4))
     other = dataclasses.replace(longer, data=dataclasses.replace(longer.data, held_out=0.5))
     with pytest.raises(
-        UserError, match=r"was trained with norm stats .* it has changed since; .* --data.norm-stats (.*)\.$"
+        UserError, match=r"was trained with norm stats .* the data has changed; .* --data.norm-stats (.*)\.$"
     ) as e:
         quietly(other, resume=True)
     kept = Path(str(e.value).removesuffix(".").split()[-1])
-    data = dataclasses.replace(other.data, norm_stats=kept)
-    said = quietly(dataclasses.replace(other, data=data), resume=True)
-    assert "note: data.held_out was 0.2 and is 0.5" in said
-    assert "episodes held out so far may be trained on" in said
+    printed = quietly(dataclasses.replace(other, data=dataclasses.replace(other.data, norm_stats=kept)), resume=True)
+    assert f"note: batch_size was {ROWS} and is now 4: from here on" in printed
+    assert "note: data.held_out was 0.2 and is now 0.5" in printed
+    assert "episodes held out so far may be trained on" in printed
+    for harmless in ("steps", "algorithm.audit_every"):
+        assert f"note: {harmless}" not in printed
+    before, after = metrics_of(finished), metrics_of(tmp_path / "debug")
+    assert after[: len(before)] == before
+    assert [line["step"] for line in after[len(before) :]] == [14]
+    assert saved_steps(tmp_path / "debug" / "checkpoints") == [14]
 
 
 def test_gradient_accumulation_reaches_the_agent(tmp_path: Path, cache: Path) -> None:
     config = small_run(tmp_path, cache, gradient_accumulation=2)
-    assert make_agent(config).accumulation == 2
-    assert make_agent(dataclasses.replace(config, algorithm=BcConfig())).accumulation == 2
+    assert config.make_agent().batch_multiple == 2
+    assert dataclasses.replace(config, algorithm=BcConfig()).make_agent().batch_multiple == 2
 
 
-def without(columns: str, root: Path) -> Path:
+def without(column: str, root: Path) -> Path:
     """A copy of the dataset whose info.json does not list a column."""
     copy = root / "set"
     shutil.copytree(LEROBOT / "lerobot_v30", copy)
     info = copy / "meta" / "info.json"
-    info.write_text(info.read_text().replace(f'"{columns}"', '"another.column"'))
+    info.write_text(info.read_text().replace(f'"{column}"', '"another.column"'))
     return copy
 
 
 def test_bad_settings_are_refused_before_anything_is_compiled(tmp_path: Path, cache: Path) -> None:
     config = small_run(tmp_path, cache)
-    algorithm: Any = config.algorithm
+    algorithm = acrlpd_settings(config)
+    recorded = RewardScheme("recorded")
     cases: list[tuple[Callable[[], object], str]] = [
         (
             lambda: quietly(dataclasses.replace(config, data=dataclasses.replace(config.data, datasets=()))),
@@ -413,22 +460,22 @@ def test_bad_settings_are_refused_before_anything_is_compiled(tmp_path: Path, ca
             "algorithm.horizon is 7 and model.action_horizon 6",
         ),
         (
-            lambda: dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, action_dims=7)),
-            "action_dims is 7 but aloha has 14",
+            lambda: dataclasses.replace(config, model=dataclasses.replace(MODEL, action_dim=7)),
+            "aloha has 14 numbers and model.action_dim is 7",
         ),
         (
-            lambda: dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, last_reward=(0.0, 5.0))),
-            "are not what rewards of kind 'success' pay",
+            lambda: dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, rewards=recorded)),
+            "rewards.kind is recorded and algorithm.return_range is none",
         ),
         (lambda: dataclasses.replace(config, robot="aloah"), "no robot 'aloah'"),
         (lambda: dataclasses.replace(config, batch_size=0), "batch_size is 0"),
         (
             lambda: dataclasses.replace(config, gradient_accumulation=3),
-            "gradient_accumulation is 3, which cannot share",
+            "is not divisible by gradient_accumulation 3",
         ),
         (
             lambda: dataclasses.replace(config, log_every=3, save_every=4, updates_per_dispatch=2),
-            "log_every is 3, no multiple",
+            "log_every is 3, not a multiple",
         ),
         (lambda: quietly(dataclasses.replace(config, tokenizer="/nowhere")), "tokenizer /nowhere"),
         (lambda: quietly(dataclasses.replace(config, checkpoint=str(tmp_path / "none"))), "does not exist"),
@@ -440,32 +487,32 @@ def test_bad_settings_are_refused_before_anything_is_compiled(tmp_path: Path, ca
     assert not config.folder.exists()
 
 
-def test_a_dataset_without_rewards_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_a_dataset_without_outcomes_is_refused(tmp_path: Path, cache: Path) -> None:
     config = small_run(tmp_path / "runs", cache)
     data = dataclasses.replace(config.data, datasets=(str(without("next.success", tmp_path)),))
     with pytest.raises(UserError, match=r"no column 'next.success'"):
         quietly(dataclasses.replace(config, data=data))
 
 
-def test_recorded_rewards_must_be_within_the_configs_reach(tmp_path: Path, cache: Path) -> None:
+def test_returns_of_recorded_rewards_must_be_within_the_configured_range(tmp_path: Path, cache: Path) -> None:
     config = small_run(tmp_path, cache)
-    data = dataclasses.replace(config.data, rewards=RewardScheme("recorded"))
-    algorithm: Any = config.algorithm
-    algorithm = dataclasses.replace(algorithm, step_reward=(-2.0, -1.5))
+    algorithm = dataclasses.replace(
+        acrlpd_settings(config), rewards=RewardScheme("recorded"), return_range=(-2.0, -1.5)
+    )
     with pytest.raises(
-        UserError, match=r"algorithm.step_reward is \(-2.0, -1.5\) but .* pays .* there; set it to that"
+        UserError, match=r"algorithm.return_range is \(-2, -1.5\) but returns in .* are .* to .*; widen it"
     ):
-        prepare(dataclasses.replace(config, data=data, algorithm=algorithm), dry=True)
+        prepare(dataclasses.replace(config, algorithm=algorithm), dry=True)
 
 
-def test_a_batch_that_devices_cannot_share_is_refused(
+def test_a_batch_that_the_devices_cannot_share_is_refused(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 3)
-    with pytest.raises(UserError, match="batch_size is 4, which 3 devices cannot share; use a multiple of 3"):
+    with pytest.raises(UserError, match="batch_size 4 is not divisible by 3 devices; use a multiple of 3"):
         prepare(small_run(tmp_path, cache), dry=True)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="2 devices in 4 parts each cannot share; use a multiple of 8"):
+    with pytest.raises(UserError, match="2 devices × gradient_accumulation 4; use a multiple of 8"):
         prepare(small_run(tmp_path, cache, gradient_accumulation=4), dry=True)
 
 

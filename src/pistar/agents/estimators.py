@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from pistar.config import Aggregation
 from pistar.errors import UserError
+from pistar.models.config import Aggregation
 from pistar.types import AnyArray
 
 T = TypeVar("T")
@@ -16,30 +16,30 @@ T = TypeVar("T")
 
 def ema(old: T, new: T, decay: float) -> T:
     """decay·old + (1 − decay)·new, leaf by leaf. Polyak's target update is the same with decay = 1 − τ."""
-    # So written, what does not move is not moved by rounding either.
+    # In this form, rounding does not change a value that stays the same.
     averaged: T = jax.tree.map(lambda o, n: o + (1 - decay) * (n - o), old, new)
     return averaged
 
 
 def round_at_random(tree: T, key: PRNGKeyArray) -> T:
-    """float32 to bfloat16, up with the probability of being nearer to it: right on average.
+    """Round float32 to bfloat16 stochastically: up or down with the probabilities that make the mean exact.
 
-    A step of an average is mostly smaller than bfloat16 can tell; rounded to the nearest it would never be made.
+    A step of an average is often smaller than bfloat16 can resolve; rounding to nearest would lose all of them.
     """
     leaves, structure = jax.tree.flatten(tree)
 
     def rounded(leaf: Float[Array, "..."], key: PRNGKeyArray) -> Float[Array, "..."]:
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
         below = jax.random.bits(key, leaf.shape, jnp.uint16).astype(jnp.uint32)
-        # bfloat16 is the upper half: what is drawn for the lower half carries into it as often as it should.
+        # bfloat16 is the upper half of float32. Noise added to the lower half carries over with the right probability.
         upper = ((bits + below) >> 16).astype(jnp.uint16)
         return jnp.where(
             jnp.isfinite(leaf), jax.lax.bitcast_convert_type(upper, jnp.bfloat16), leaf.astype(jnp.bfloat16)
         )
 
     keys = jax.random.split(key, len(leaves))
-    made: T = jax.tree.unflatten(structure, [rounded(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
-    return made
+    result: T = jax.tree.unflatten(structure, [rounded(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
+    return result
 
 
 # --- Returns ----------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def h_step_return(
 ) -> tuple[Float[AnyArray, " b"], Float[AnyArray, " b"]]:
     """R = Σ_{k<h} γᵏ·valid_k·r_k and γⁿ·m_{h−1}, with n = Σ_{k<h} valid_k; the critic's target is R + γⁿ·m·Q(s', a').
 
-    n = h in a whole window. In one that a time-out cut short, s' is n steps away, not h. numpy in, numpy out; also runs
+    n = h in a whole window. In a window that a time-out cut short, s' is n steps away, not h. Works on numpy arrays and
     under `jax.jit`.
     """
     rewards, valid = rewards[:, :h], valid[:, :h]
@@ -64,10 +64,10 @@ def h_step_return(
 
 
 def reachable_returns(step: tuple[float, float], last: tuple[float, float], gamma: float) -> tuple[float, float]:
-    """Bounds of Σ_{k<n} γᵏ·r_k + γⁿ·l over all n, with rewards r in `step` and l in `last`, the one that ends the task.
+    """Bounds of Σ_{k<n} γᵏ·r_k + γⁿ·l over all n, with r in `step` and the last reward l in `last`.
 
-    With r constant this walks from l (n = 0) to r/(1 − γ) (n → ∞) without turning round, so these two ends decide:
-    [min(l, r/(1 − γ)), max(l, r/(1 − γ))]. At γ = 1 steps must pay nothing.
+    For constant r the sum moves monotonically from l (n = 0) to r/(1 − γ) (n → ∞), so these two are the bounds:
+    [min(l, r/(1 − γ)), max(l, r/(1 − γ))]. At γ = 1, r must be 0.
     """
     forever = [0.0 if r == 0 else r / (1 - gamma) for r in step]
     return min(last[0], forever[0]), max(last[1], forever[1])
@@ -77,20 +77,20 @@ def reachable_returns(step: tuple[float, float], last: tuple[float, float], gamm
 
 
 def aggregate(
-    values: Float[Array, "k *b"], how: Aggregation, std_factor: float = 1.0, subset: Int[Array, " m"] | None = None
+    values: Float[Array, "k *b"], how: Aggregation, subset: Int[Array, " m"] | None = None
 ) -> Float[Array, "*b"]:
-    """One value from K: min_k, mean_k, or mean_k − c·std_k; over those of the subset, if one was drawn."""
+    """One value from K: min_k, mean_k, or mean_k − std_k; over the subset, if one is given."""
     if subset is not None:
         values = values[subset]
     if how == "min":
         return values.min(axis=0)
     if how == "mean":
         return values.mean(axis=0)
-    return values.mean(axis=0) - std_factor * values.std(axis=0)
+    return values.mean(axis=0) - values.std(axis=0)
 
 
 def draw_subset(key: PRNGKeyArray, ensemble: int, size: int | None) -> Int[Array, " m"] | None:
-    """Which `size` of the ensemble to ask (RLPD), each at most once; None asks all."""
+    """Draw `size` different members of the ensemble (RLPD). None stands for all members."""
     return None if size is None else jax.random.permutation(key, ensemble)[:size]
 
 
@@ -100,34 +100,37 @@ def draw_subset(key: PRNGKeyArray, ensemble: int, size: int | None) -> Int[Array
 def awr_weights(
     advantages: Float[Array, " b"], beta: Float[Array, ""] | float, clip: float
 ) -> tuple[Float[Array, " b"], dict[str, Array]]:
-    """w_b = min(exp(A_b / (β·std A)), clip), divided by its mean over the batch. In float32, whatever came in.
+    """w_b = min(exp(A_b / (β·std A)), clip), divided by its mean over the batch. Computed in float32.
 
-    Scaled by std A, because what an advantage of 0.1 means depends on the rewards. Also returns the effective part of
-    the batch, and how many weights were clipped.
+    Advantages are divided by std A because their scale depends on the rewards. Also returns the effective fraction of
+    the batch and the fraction of weights that were clipped.
     """
     advantages = advantages.astype(jnp.float32)
     exponent = advantages / (beta * (advantages.std() + 1e-6))
-    # Clipped before the exponential, which could overflow.
+    # Clipped before the exponential, because it could overflow.
     weights = jnp.exp(jnp.minimum(exponent, jnp.log(clip)))
     weights = weights / weights.mean()
-    return weights, {"ess": effective_part(weights), "clip_rate": jnp.mean(exponent > jnp.log(clip))}
+    return weights, {
+        "actor/ess": effective_fraction(weights),
+        "actor/weight_clip_fraction": jnp.mean(exponent > jnp.log(clip)),
+    }
 
 
-def effective_part(weights: Float[Array, " b"]) -> Float[Array, ""]:
-    """(Σw)² / (B·Σw²): 1 where all weigh the same, 1/B where one has everything."""
+def effective_fraction(weights: Float[Array, " b"]) -> Float[Array, ""]:
+    """(Σw)² / (B·Σw²): 1 if all weights are equal, 1/B if only one is not 0."""
     return jnp.square(weights.sum()) / (len(weights) * jnp.square(weights).sum())
 
 
 def temperature_loss(log_beta: Float[Array, ""], ess: Float[Array, ""], target_ess: float) -> Float[Array, ""]:
     """log β · (ESS − target): descending it raises β while too few chunks are effective, and lowers it otherwise.
 
-    A flow policy has no cheap log π to hold against a target entropy; the weights' effective size takes its place.
+    A flow policy has no cheap log π for a target entropy, so the effective size of the weights is used instead.
     """
     return log_beta * jax.lax.stop_gradient(ess - target_ess)
 
 
 def resample(key: PRNGKeyArray, weights: Float[Array, " b"]) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """As many rows as there are, drawn with p_b = w_b / Σw, and what each drawn one still weighs: mean(w) / w_b.
+    """Draw B rows with p_b = w_b / Σw, and return them with the weight that each still needs: mean(w) / w_b.
 
     So E Σ_j f(row_j)·w_{row_j}·correction_j = Σ_b w_b·f(b) for any f, and w·correction is the same for every row.
     """
@@ -145,16 +148,18 @@ def leave_one_out(rewards: Float[AnyArray, "g k"]) -> Float[AnyArray, "g k"]:
     """
     k = rewards.shape[1]
     if k < 2:
-        raise UserError(f"A group of {k} rollouts has no others to judge one by; roll out 2 or more from each start.")
+        raise UserError(
+            f"A group has {k} rollout, and an advantage is relative to the others; roll out 2 or more per start state."
+        )
     return (rewards - rewards.mean(axis=1, keepdims=True)) * (k / (k - 1))
 
 
 def informative(rewards: Float[AnyArray, "g k"]) -> Bool[AnyArray, " g"]:
-    """Groups whose rollouts did not all end alike: from the others nothing can be learnt, all advantages are 0."""
+    """Whether the rewards in a group differ. If they do not, all its advantages are 0 and it teaches nothing."""
     return rewards.max(axis=1) > rewards.min(axis=1)
 
 
 def standardised(advantages: Float[AnyArray, "g k"]) -> Float[AnyArray, "g k"]:
-    """A / std A within each group, and 0 where all are alike."""
+    """A / std A within each group; 0 if all rewards are equal."""
     spread = advantages.std(axis=1, keepdims=True)
     return advantages / (spread + 1e-6)

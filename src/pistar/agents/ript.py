@@ -1,35 +1,35 @@
-"""RIPT: a policy improved by its own rollouts and a bare 0 or 1 for each, by weighted flow matching.
+"""RIPT: improve a policy from its own rollouts and a bare 0 or 1 for each, by weighted flow matching.
 
-K rollouts of one start state judge each other; what they executed is imitated the more, the better a rollout did than
-the others. No likelihood ratio and no value network. Equations, and why the anchor is needed: docs/ript.md.
+K rollouts of one start state are compared with each other; what they executed is imitated with more weight the better a
+rollout did than the others. No likelihood ratio and no value network. Equations, and why the anchor is needed:
+docs/explanation/ript.md.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from pistar.agents.accumulation import even_weight, mean_parts
+from pistar.agents.base import REFERENCE, LearningRateScale, Metrics, abstract_chunks, struct
+from pistar.agents.config import RiptConfig
 from pistar.agents.estimators import leave_one_out, standardised
-from pistar.agents.flow_bc import FlowBC, FlowBCState, velocity_between, velocity_distance, weighted_flow_loss
-from pistar.config import Pi0Config, RiptConfig
+from pistar.agents.flow_bc import policy_work, velocity_between, weighted_flow_loss
+from pistar.agents.grad_accumulation import even_weight, mean_parts
+from pistar.agents.policy_state import PolicyState, PolicyTrainer, augment_images
+from pistar.agents.prompt_labels import Prompts, with_prompts
+from pistar.models.config import Pi0Config
 from pistar.models.pi0 import Params, bind, draw_noise_and_time
-from pistar.types import AnyArray, Observation, pytree
+from pistar.types import AnyArray, Observation, pytree, unchecked
 
-Label = Literal["positive", "negative", "none"]
-"""What `cfg` tells the policy of a chunk's rollout; `none` is a label of its own: the prompt as it is."""
-
-
-def labelled(prompt: str, label: Label) -> str:
-    """A prompt that says how good the actions are to be. Plain text, so any OpenPI server can ask for good ones."""
-    return prompt if label == "none" else f"{prompt} Advantage: {label}"
+# --- Advantages and weights -------------------------------------------------------------------------------------------
 
 
 def group_advantages(config: RiptConfig, rewards: Float[AnyArray, "g k"]) -> Float[AnyArray, "g k"]:
-    """Of K rollouts in each of g groups: leave-one-out; divided by their deviation and cut, where configured."""
+    """A_k = R_k − mean_{j≠k} R_j in each group; divided by the group's deviation and clipped, where configured."""
     advantages = leave_one_out(rewards)
     if config.standardise:
         advantages = standardised(advantages)
@@ -48,23 +48,12 @@ def chunk_weights(config: RiptConfig, advantages: Float[Array, " b"]) -> Float[A
     return jnp.ones_like(advantages)
 
 
-Prompts = tuple[Int[AnyArray, "b l"], Bool[AnyArray, "b l"]]
-"""Tokens and mask."""
-
-
-def prompts_of(observations: Observation) -> Prompts:
-    """What these ask."""
-    return observations.tokenized_prompt, observations.tokenized_prompt_mask
-
-
-def asked_by(observations: Observation, tokens: Int[AnyArray, "b l"], mask: Bool[AnyArray, "b l"]) -> Observation:
-    """The same, asked otherwise."""
-    return dataclasses.replace(observations, tokenized_prompt=tokens, tokenized_prompt_mask=mask)
+# --- The loss ---------------------------------------------------------------------------------------------------------
 
 
 @pytree
 class RiptBatch:
-    """Chunks that were executed, each with its rollout's advantage; and of demonstrations, to stay near them."""
+    """Executed chunks, each with its rollout's advantage; and chunks of demonstrations, to stay near them."""
 
     observations: Observation
     actions: Float[AnyArray, "b h a"]
@@ -75,132 +64,187 @@ class RiptBatch:
     demonstration: Bool[AnyArray, " b"]
     """Imitated with weight 1, whatever their advantage."""
     unlabelled: Prompts | None = None
-    """Where prompts have labels: without, for the anchor's reference, which has never been told of any, and to see what
-    difference they make."""
+    """Where prompts have labels: the prompts without them, for the anchor's reference, which has never seen a label."""
+
+
+@pytree
+class RiptPart:
+    """A part of a batch, ready for the loss."""
+
+    observations: Observation
+    unlabelled: Prompts | None
+    actions: Float[Array, "b h a"]
+    valid: Bool[Array, "b h"]
+    weight: Float[Array, " b"]
+    anchor_weight: Float[Array, " b"]
+    noise: Float[Array, "b h a"]
+    time: Float[Array, " b"]
+
+
+def ript_loss(
+    model: Pi0Config, trained: Params, frozen: Params, reference: Params | None, anchor: float, part: RiptPart
+) -> tuple[Float[Array, ""], Metrics]:
+    """L = Σ w·valid·flow / Σ valid + λ·Σ c·valid·|v − v_ref|² / Σ valid, both at the same (x_t, t).
+
+    v_ref is the velocity of the policy the run started with. Where prompts have labels it is that of the prompt without
+    one, and c is 0 for demonstrations, whose label nothing here can take off.
+    """
+    args = (part.actions, part.noise, part.time)
+    velocity = velocity_between(bind(model, trained | frozen), part.observations, *args)
+    flow = jnp.mean(jnp.square(velocity - (part.noise - part.actions)), axis=-1)
+    loss = weighted_flow_loss(flow, part.valid, part.weight)
+    metrics = {"flow_loss": loss}
+    if reference is not None:
+        plain = part.observations if part.unlabelled is None else with_prompts(part.observations, *part.unlabelled)
+        before = velocity_between(bind(model, reference | frozen), plain, *args)
+        distance = jnp.mean(jnp.square(velocity - jax.lax.stop_gradient(before)), axis=-1)
+        metrics["anchor_loss"] = weighted_flow_loss(distance, part.valid, part.anchor_weight)
+        loss = loss + anchor * metrics["anchor_loss"]
+    return loss, metrics | {"loss": loss}
+
+
+# --- The agent --------------------------------------------------------------------------------------------------------
 
 
 @pytree
 class RiptState:
-    """Everything that changes, and what it began with."""
+    """Everything that changes, and the weights it started with."""
 
-    policy: FlowBCState
+    policy: PolicyState
     reference: Params | None
-    """What was trained, as it was at the beginning; None where nothing is anchored to it."""
+    """The trained weights as they were at the start; None without an anchor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ript:
-    """Imitate one's own rollouts by their advantages, not far from where one began."""
+    """Imitate own rollouts by their advantages, not far from the policy the run started with."""
 
     model: Pi0Config
     config: RiptConfig
     optimizer: optax.GradientTransformation
     accumulation: int = 1
     """Parts a batch is worked through in, to save memory."""
+    skip_nonfinite: bool = False
+    """Skip updates whose gradient is not finite, and report them as `skipped`."""
 
     @property
-    def policy(self) -> FlowBC:
-        """The policy's own training: its optimiser, average and augmentation."""
-        c = self.config
-        return FlowBC(self.model, self.optimizer, c.ema_decay, c.augmentation, ema_dtype=c.ema_dtype)
+    def policy(self) -> PolicyTrainer:
+        """How the policy's weights follow a gradient."""
+        return PolicyTrainer(self.model, self.optimizer, self.config.ema_decay, self.config.ema_dtype)
 
-    def init_from(self, params: Params) -> RiptState:
-        """From a checkpoint's parameters."""
+    @property
+    def batch_multiple(self) -> int:
+        """Rows per device must be a multiple of the number of micro-batches."""
+        return self.accumulation
+
+    def init_from(self, params: Params, key: PRNGKeyArray) -> RiptState:
+        """Start from a checkpoint's weights."""
+        del key  # nothing is drawn
         policy = self.policy.init_from(params)
         # A copy: a donated state must not hand the same buffer over twice.
         return RiptState(policy, jax.tree.map(jnp.copy, policy.trained) if self.config.anchor else None)
 
     def update(
-        self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray, rate: Float[Array, ""] | float = 1.0
-    ) -> tuple[RiptState, dict[str, Array]]:
-        """One step down L = Σ w·valid·flow / Σ valid + λ·Σ valid·|v − v_ref|² / Σ valid, both at the same (x_t, t).
-
-        Where labels are learnt, v_ref is of the prompt without one, and the second sum of own chunks alone. `rate`
-        times as long as the optimiser has it; none at all where the gradient is not finite.
-        """
-        augment_key, _, _ = jax.random.split(key, 3)  # the other two make noise and time
-        observations = batch.observations
-        if self.config.augmentation:
-            observations = self.policy.augmented(augment_key, observations)
-        valid = jnp.asarray(batch.valid)
+        self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray, lr_scale: LearningRateScale = 1.0
+    ) -> tuple[RiptState, Metrics]:
+        """Make one step down `ript_loss`."""
+        valid, demonstration = jnp.asarray(batch.valid), jnp.asarray(batch.demonstration)
         weights = chunk_weights(self.config, jnp.asarray(batch.advantages))
-        weights = jnp.where(jnp.asarray(batch.demonstration), 1.0, weights)
-        frozen, reference = state.policy.frozen, state.reference
+        weights = jnp.where(demonstration, 1.0, weights)
+        part = self._whole(batch, valid, weights, demonstration, key)
 
-        def loss_of(
-            trained: Params, part: tuple[Observation, Prompts | None, Array, Array, Array, Array, Array, Array]
-        ) -> tuple[Float[Array, ""], dict[str, Array]]:
-            observations, unlabelled, actions, valid, weight, anchored, noise, time = part
-            velocity = velocity_between(bind(self.model, trained | frozen), observations, actions, noise, time)
-            flow = jnp.mean(jnp.square(velocity - (noise - actions)), axis=-1)
-            loss = weighted_flow_loss(flow, valid, weight)
-            measured = {"flow_loss": loss}
-            if reference is not None:
-                known = observations if unlabelled is None else asked_by(observations, *unlabelled)
-                there = velocity_between(bind(self.model, reference | frozen), known, actions, noise, time)
-                away = jnp.mean(jnp.square(velocity - jax.lax.stop_gradient(there)), axis=-1)
-                measured["anchor_distance"] = weighted_flow_loss(away, valid, anchored)
-                loss = loss + self.config.anchor * measured["anchor_distance"]
-            return loss, measured | {"loss": loss}
-
-        def gradient_of(
-            part: tuple[Observation, Prompts | None, Array, Array, Array, Array, Array, Array],
-        ) -> tuple[Params, dict[str, Array]]:
-            gradient: tuple[Params, dict[str, Array]] = jax.grad(loss_of, has_aux=True)(state.policy.trained, part)
+        def gradient_of(part: RiptPart) -> tuple[Params, Metrics]:
+            gradient: tuple[Params, Metrics] = jax.grad(
+                lambda trained: ript_loss(
+                    self.model, trained, state.policy.frozen, state.reference, self.config.anchor, part
+                ),
+                has_aux=True,
+            )(state.policy.trained)
             return gradient
 
-        actions = jnp.asarray(batch.actions)
-        # A demonstration's prompt has a label as well, and nothing here can take it off.
-        own = jnp.ones_like(weights) if batch.unlabelled is None else 1.0 - jnp.asarray(batch.demonstration)
-        anchored = even_weight(own, valid, self.accumulation)
-        weighed = even_weight(weights, valid, self.accumulation)
-        parts = (observations, batch.unlabelled, actions, valid, weighed, anchored)
-        gradient, measured = mean_parts(
-            gradient_of, (*parts, *draw_noise_and_time(key, actions.shape)), self.accumulation
-        )
+        gradient, metrics = mean_parts(gradient_of, part, self.accumulation)
         norm = optax.tree.norm(gradient)
-        sound = jnp.isfinite(norm)
-        policy = jax.lax.cond(
-            sound, lambda policy: self.policy.descend(policy, gradient, rate), lambda policy: policy, state.policy
-        )
-        there = valid.any(axis=1)  # rows without a step are nobody's
-        metrics = measured | {
-            "gradient_norm": norm,
-            "skipped": 1.0 - sound,
-            "weight_mean": weights.mean(where=there),
-            "trained_share": (weights != 0).mean(where=there),
+        real = valid.any(axis=1)  # rows without a valid step are padding
+        metrics |= {
+            "grad_norm": norm,
+            "weight_mean": weights.mean(where=real),
+            "trained_fraction": (weights != 0).mean(where=real),
         }
-        return RiptState(policy, reference), metrics
+        if not self.skip_nonfinite:
+            return RiptState(self.policy.apply_gradient(state.policy, gradient, lr_scale), state.reference), metrics
+        finite = jnp.isfinite(norm)
+        policy = jax.lax.cond(
+            finite, lambda old: self.policy.apply_gradient(old, gradient, lr_scale), lambda old: old, state.policy
+        )
+        return RiptState(policy, state.reference), metrics | {"skipped": 1.0 - finite}
+
+    def _whole(
+        self,
+        batch: RiptBatch,
+        valid: Bool[Array, "b h"],
+        weights: Float[Array, " b"],
+        demonstration: Bool[Array, " b"],
+        key: PRNGKeyArray,
+    ) -> RiptPart:
+        augment_key, _, _ = jax.random.split(key, 3)  # the other two draw noise and time
+        observations, actions = batch.observations, jnp.asarray(batch.actions)
+        if self.config.augmentation:
+            observations = augment_images(self.model, augment_key, observations)
+        anchored = jnp.ones_like(weights) if batch.unlabelled is None else 1.0 - demonstration
+        noise, time = draw_noise_and_time(key, actions.shape)
+        return RiptPart(
+            observations=observations,
+            unlabelled=batch.unlabelled,
+            actions=actions,
+            valid=valid,
+            weight=even_weight(weights, valid, self.accumulation),
+            anchor_weight=even_weight(anchored, valid, self.accumulation),
+            noise=noise,
+            time=time,
+        )
+
+    def policy_params(self, state: RiptState) -> Params:
+        """The weights that act and are saved: the average if there is one."""
+        return state.policy.policy_params
+
+    def raw_params(self, state: RiptState) -> Params:
+        """The weights as the optimiser last wrote them."""
+        return state.policy.raw_params
+
+    def components(self, state: RiptState) -> Mapping[str, Any]:
+        """The parts of the state, by name."""
+        return state.policy.components | ({} if state.reference is None else {REFERENCE: state.reference})
+
+    def abstract_batch(self, size: int) -> RiptBatch:
+        """Shapes of a `RiptBatch` without labels."""
+        return unchecked(
+            RiptBatch,
+            **abstract_chunks(self.model, size),
+            advantages=struct(size),
+            demonstration=struct(size, dtype=bool),
+            unlabelled=None,
+        )
+
+    def work(self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray) -> Mapping[str, Callable[[], Any]]:
+        """The prefix pass and the expert's; the reference's are the same again."""
+        del key
+        parts = policy_work(self.model, state.policy, batch.observations)
+        if state.reference is None:
+            return parts
+        return parts | {f"{name} of the reference": program for name, program in parts.items()}
 
     def restarted(self, state: RiptState) -> RiptState:
-        """To be trained on from what acts, the optimiser as it was at the beginning."""
-        policy = state.policy
-        average = policy.trained if policy.average is None else policy.average
-        trained = {name: jnp.array(average[name], param.dtype) for name, param in policy.trained.items()}
-        return RiptState(
-            dataclasses.replace(policy, trained=trained, optimizer=self.optimizer.init(trained)), state.reference
-        )
+        """Continue from the weights that act, with a fresh optimiser."""
+        return RiptState(self.policy.restarted(state.policy), state.reference)
 
-    def drift(self, state: RiptState, behaviour: Params, batch: RiptBatch, key: PRNGKeyArray) -> Float[Array, ""]:
-        """Mean |v − v_behaviour|² over executed steps: how far the policy has gone from the one that acted."""
-        return velocity_distance(self.model, self.raw_params(state), behaviour, batch, key)
-
-    def told_apart(self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray) -> Float[Array, ""]:
+    def label_distance(self, state: RiptState, batch: RiptBatch, key: PRNGKeyArray) -> Float[Array, ""]:
         """Mean |v − v_unlabelled|² over executed steps: how much of a difference the batch's labels make."""
         assert batch.unlabelled is not None
         actions, model = jnp.asarray(batch.actions), bind(self.model, self.raw_params(state))
         noise, time = draw_noise_and_time(key, actions.shape)
-        told, untold = (
+        labelled, plain = (
             velocity_between(model, observations, actions, noise, time)
-            for observations in (batch.observations, asked_by(batch.observations, *batch.unlabelled))
+            for observations in (batch.observations, with_prompts(batch.observations, *batch.unlabelled))
         )
-        apart = jnp.mean(jnp.square(told - untold), axis=-1)
-        return weighted_flow_loss(apart, jnp.asarray(batch.valid), jnp.ones(len(actions)))
-
-    def raw_params(self, state: RiptState) -> Params:
-        """What the optimiser last wrote."""
-        return self.policy.raw_params(state.policy)
-
-    def policy_params(self, state: RiptState) -> Params:
-        """What is evaluated and saved: the average if there is one."""
-        return self.policy.policy_params(state.policy)
+        distance = jnp.mean(jnp.square(labelled - plain), axis=-1)
+        return weighted_flow_loss(distance, jnp.asarray(batch.valid), jnp.ones(len(actions)))

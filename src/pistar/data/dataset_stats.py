@@ -1,4 +1,4 @@
-"""Norm statistics of a dataset, from its number columns alone: no video is opened, so it takes seconds."""
+"""Norm statistics of a dataset, from its columns of numbers alone: no video is opened, so this takes seconds."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from pistar.data.lerobot import Dataset
+from pistar.data.chunk_source import robot_numbers
+from pistar.data.lerobot.dataset import Dataset
 from pistar.data.norm_stats import NormStats, RunningStats
 from pistar.data.robots import Robot
-from pistar.data.source import robot_numbers
 from pistar.data.transforms import DeltaActions
 from pistar.errors import UserError
 
@@ -26,7 +26,7 @@ class DatasetPart:
 def compute_norm_stats(
     dataset: Dataset, robot: Robot, horizon: int, *, repack: Mapping[str, Any] | None = None
 ) -> dict[str, NormStats]:
-    """Of all episodes, see `norm_stats_of`."""
+    """Compute the statistics of all episodes of a dataset, see `norm_stats_of`."""
     everything = DatasetPart(dataset, np.arange(len(dataset.episodes)))
     return norm_stats_of([everything], robot, horizon, repack=repack)
 
@@ -34,13 +34,13 @@ def compute_norm_stats(
 def norm_stats_of(
     parts: Sequence[DatasetPart], robot: Robot, horizon: int, *, repack: Mapping[str, Any] | None = None
 ) -> dict[str, NormStats]:
-    """Statistics of states and action chunks as the model is given them, before normalisation and padding.
+    """Compute statistics of states and action chunks as the model gets them, before normalisation and padding.
 
-    Chunks go through the robot's own maps and are made relative to the state they start from, as in training. Steps
-    past an episode's end are left out, because they are never imitated; OpenPI counts the last action again for each.
+    Chunks go through the robot's joint maps and are made relative to the state they start from, as in training. Steps
+    past an episode's end are left out, because they are never imitated; OpenPI counts the last action for each.
     """
     if horizon < 1:
-        raise UserError(f"horizon is {horizon}; a chunk has at least 1 action (OpenPI: 50).")
+        raise UserError(f"horizon is {horizon}; give at least 1 action per chunk (OpenPI: 50).")
     running = {"state": RunningStats(), "actions": RunningStats()}
     for part in parts:
         state, actions = robot_numbers(part.dataset, robot, robot.repack if repack is None else repack)

@@ -1,8 +1,7 @@
-"""The pictures of a few episodes at a time, in memory: for datasets whose frame cache would not fit on the disk.
+"""The frames of a few episodes at a time, in memory: for datasets whose frame cache does not fit on the disk.
 
-While the episodes of one pool are drawn from, those of the next are decoded in the background; so about two pools are
-in memory. A pool's pictures are the ones `frames.open_frames` would give, and who draws the same rows gets the same
-batch from either.
+While batches are drawn from the episodes of one pool, those of the next are decoded in the background, so about two
+pools are in memory. The frames are the same as those of `frame_cache.open_frames`, and so are the batches.
 """
 
 import dataclasses
@@ -15,21 +14,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from pistar.data.frames import copy_rows, decode_resized
-from pistar.data.lerobot import Dataset, EpisodeInfo
-from pistar.errors import UserError
+from pistar.data.frame_cache import check_decodable, copy_rows, decode_resized
+from pistar.data.lerobot.dataset import Dataset, EpisodeInfo
 
-EpisodePictures = UInt8[np.ndarray, "_ size size 3"]
+EpisodeImages = UInt8[np.ndarray, "_ size size 3"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EpisodeViews:
-    """The pictures of some episodes, by row of all episodes. Keeps them in memory as long as it lives."""
+class EpisodeFrames:
+    """The frames of some episodes, by row of the whole dataset. They stay in memory as long as this object."""
 
     first_rows: Int[np.ndarray, " e"]
-    """Of the episodes, in order."""
-    pictures: Mapping[str, Sequence[EpisodePictures]]
-    """By camera, then as `first_rows`."""
+    """The first row of each episode, in order."""
+    images: Mapping[str, Sequence[EpisodeImages]]
+    """By camera, one array per episode, as `first_rows`."""
 
     def gather(
         self,
@@ -38,36 +36,34 @@ class EpisodeViews:
         out: UInt8[np.ndarray, "b size size 3"],
         places: Int[np.ndarray, " r"] | None = None,
     ) -> UInt8[np.ndarray, "b size size 3"]:
-        """Copies of the pictures at `rows`, into `out[places]`."""
+        """Copy the frames at `rows` into `out[places]`."""
         which = np.searchsorted(self.first_rows, rows, side="right") - 1
         offsets = rows - self.first_rows[which]
-        arrays = self.pictures[camera]
+        arrays = self.images[camera]
         lengths = np.array([len(array) for array in arrays])
         if len(rows) and not ((which >= 0) & (offsets < lengths[which])).all():
-            raise IndexError(f"rows {rows.min()} to {rows.max()} are not all of these episodes")
+            raise IndexError(f"rows {rows.min()} to {rows.max()} are not all in these episodes")
         copy_rows(arrays, which, offsets, out, places)
         return out
 
 
 class FramePool:
-    """Decodes episodes as they are asked for, and forgets those that are not asked for any more."""
+    """Decodes episodes when they are needed, and drops those that are not needed any more."""
 
     def __init__(self, dataset: Dataset, cameras: Sequence[str], size: int, *, workers: int | None = None) -> None:
-        """`workers`: cores to decode on; all if None."""
-        if size < 1:
-            raise UserError(f"Frames of size {size} do not exist; give the model's image size, such as 224.")
-        dataset.require_videos(cameras)
+        """Decode on `workers` cores; on all cores if None."""
+        check_decodable(dataset, cameras, size)
         self._dataset, self.cameras, self.root, self.size = dataset, tuple(cameras), dataset.root, size
         count = workers or len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="pool")
         self._lock = threading.Lock()
-        self._decoded: dict[tuple[int, str], Future[EpisodePictures]] = {}
+        self._decoded: dict[tuple[int, str], Future[EpisodeImages]] = {}
         self._claims: weakref.WeakKeyDictionary[object, frozenset[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
-    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> EpisodeViews:
-        """The pictures of `episodes`, waited for; those of `upcoming` are begun; what nobody claims is forgotten.
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> EpisodeFrames:
+        """Wait for the frames of `episodes`, start decoding those of `upcoming`, and drop unclaimed ones.
 
-        A claim lasts until the claimant's next, or its own end: several may draw from one pool.
+        A claim lasts until the claimant's next call or until the claimant is deleted, so several can use one pool.
         """
         now, later = np.sort(episodes), np.sort(upcoming)
         with self._lock:
@@ -78,8 +74,8 @@ class FramePool:
             }
             self._claims[claimant] = frozenset(futures)
             for key in self._decoded.keys() - frozenset().union(*self._claims.values()):
-                del self._decoded[key]  # not cancelled: a batch of the pool before may still wait for it
-        return EpisodeViews(
+                del self._decoded[key]  # not cancelled: a batch of the previous pool may still wait for it
+        return EpisodeFrames(
             np.array([self._dataset.episodes[index].from_row for index in now], np.int64),
             {camera: [futures[int(index), camera].result() for index in now] for camera in self.cameras},
         )
@@ -88,14 +84,14 @@ class FramePool:
         """Stop decoding."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _begin(self, index: int, camera: str) -> "Future[EpisodePictures]":
+    def _begin(self, index: int, camera: str) -> "Future[EpisodeImages]":
         key = (index, camera)
         if key not in self._decoded:
             self._decoded[key] = self._pool.submit(self._decode, self._dataset.episodes[index], camera)
         return self._decoded[key]
 
-    def _decode(self, episode: EpisodeInfo, camera: str) -> EpisodePictures:
-        pictures = np.empty((episode.length, self.size, self.size, 3), np.uint8)
-        for i, picture in enumerate(decode_resized(self._dataset, episode, camera, self.size)):
-            pictures[i] = picture
-        return pictures
+    def _decode(self, episode: EpisodeInfo, camera: str) -> EpisodeImages:
+        images = np.empty((episode.length, self.size, self.size, 3), np.uint8)
+        for i, image in enumerate(decode_resized(self._dataset, episode, camera, self.size)):
+            images[i] = image
+        return images

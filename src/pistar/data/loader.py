@@ -1,6 +1,6 @@
-"""Batches of windows, each a pure function of (seed, step): resume is exact and any step can be looked at again.
+"""Batches of windows, each a pure function of (seed, step): resume is exact, and any batch can be made again.
 
-Every host draws the whole batch and gathers its own part of it, so a run on other hosts sees the same batches.
+Every host draws the whole batch and gathers its own rows, so the batches do not depend on the number of hosts.
 """
 
 import dataclasses
@@ -14,54 +14,57 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from pistar.data.chunks import WindowFields, Windows
+from pistar.data.chunk_source import ChunkSource, FrameReader
 from pistar.data.norm_stats import norm_stats_hash
-from pistar.data.source import ChunkSource, Pictures
+from pistar.data.windows import WindowFields, Windows
 from pistar.errors import UserError
 from pistar.types import ChunkBatch, Observation, PolicyBatch
 
 T = TypeVar("T")
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(WindowFields) if not field.name.endswith("_rows"))
+"""Fields that `WindowFields` and `ChunkBatch` have in common."""
+
 ALIGNMENT = 64
-"""Bytes. Memory that begins at a multiple of this becomes a CPU device's array without a copy."""
+"""Bytes. Memory that starts at a multiple of this becomes an array of a CPU device without a copy."""
 
 
 @runtime_checkable
-class Growing(Protocol):
-    """A source whose episodes come in while one trains, such as a replay buffer."""
+class GrowingSource(Protocol):
+    """A source that receives episodes during training, such as a replay buffer."""
 
     def source(self) -> ChunkSource | None:
-        """What there is by now, which does not change any more; None while it is too little to draw from."""
+        """Return a source of the present episodes, which later ones do not change; None if there are too few."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """One of the things a batch is mixed from."""
+    """One source of a mixture."""
 
-    source: ChunkSource | Growing
+    source: ChunkSource | GrowingSource
     weight: float = 1.0
-    """Its share of each batch is this over the sum of all. Shares are kept batch by batch, not on average."""
+    """The part's fraction of each batch is this over the sum of all weights. Every single batch has these fractions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolOptions:
-    """Draw from a few episodes at a time, so that only their pictures need to be in memory."""
+    """Draw from a few episodes at a time, so that only their frames need to be in memory."""
 
     episodes: int
-    """In a pool. More mix better; about twice as many are in memory."""
+    """Draw from this many episodes at a time. More episodes mix better, but about twice as many are in memory."""
     reuse: float = 1.0
-    """How often each of a pool's windows is drawn, on average, before the next pool's turn."""
+    """Draw each window of a pool this many times, on average, before the next pool is used."""
 
     def __post_init__(self) -> None:
         if self.episodes < 1:
-            raise UserError(f"pool.episodes is {self.episodes}; a pool has at least 1 (32 or more mix well).")
+            raise UserError(f"pool.episodes is {self.episodes}; give at least 1 (32 or more mix well).")
         if not 0 < self.reuse < float("inf"):
-            raise UserError(f"pool.reuse is {self.reuse}; windows are drawn more than 0 times (1 is once a pass).")
+            raise UserError(f"pool.reuse is {self.reuse}; give a finite number above 0 (1 is once per pass).")
 
 
 class Loader:
-    """Draws batches from one source, or from several mixed."""
+    """Draws batches from one source or from a mixture of several."""
 
     def __init__(
         self,
@@ -76,18 +79,19 @@ class Loader:
         ahead: int = 2,
         workers: int = 1,
     ) -> None:
-        """`mixture`: what each batch is drawn from. `batch_size` is that of all hosts together. `pool` is for parts
-        that do not grow. `sharding` lays the rows of `batches` over the devices of all hosts. Up to `ahead` batches are
-        made by `workers` threads before they are asked for.
+        """Draw batches of `batch_size` rows, of all hosts together, from `mixture`.
+
+        `pool` applies to parts that do not grow. `sharding` lays the rows of `batches` over the devices of all hosts.
+        `workers` threads make up to `ahead` batches in advance.
         """
         parts = [part if isinstance(part, Part) else Part(part) for part in mixture]
         if not parts:
-            raise UserError("There is nothing to draw from; give the loader at least one dataset.")
+            raise UserError("The mixture is empty; give the loader at least one dataset.")
         if not 0 <= host < hosts:
-            raise UserError(f"host is {host} of {hosts}; hosts count from 0.")
+            raise UserError(f"host is {host} of {hosts}; give a number from 0 to {hosts - 1}.")
         if workers < 1 or ahead < 0:
             raise UserError(
-                f"{workers} workers make {ahead} batches ahead; give at least 1 worker, and 0 or more ahead."
+                f"{workers} workers make {ahead} batches ahead; give at least 1 worker and at least 0 batches."
             )
         if batch_size < 1 or batch_size % hosts:
             raise UserError(
@@ -96,16 +100,16 @@ class Loader:
             )
         if any(not 0 <= part.weight < float("inf") for part in parts) or sum(part.weight for part in parts) <= 0:
             weights = [part.weight for part in parts]
-            raise UserError(f"The weights of the mixture are {weights}; give shares from 0 up, not all of them 0.")
+            raise UserError(f"The weights of the mixture are {weights}; give finite weights ≥ 0, not all 0.")
         if not 0 <= seed < 2**63:
-            raise UserError(f"seed is {seed}; give a whole number from 0 up, below 2⁶³.")
+            raise UserError(f"seed is {seed}; give a whole number of at least 0 and below 2⁶³.")
         self.parts, self.batch_size, self._seed, self._host, self._hosts = tuple(parts), batch_size, seed, host, hosts
         self._sharding, self._ahead, self._workers = sharding, ahead, workers
         self._memory = _Memory()
         fixed = [part.source for part in parts if isinstance(part.source, ChunkSource)]
         for source in fixed:
             if not len(source.starts):
-                raise UserError("A dataset of the mixture has no window to draw; give it episodes, or leave it out.")
+                raise UserError("A dataset of the mixture has no windows to draw; give it episodes, or leave it out.")
             _check_alike(fixed[0], source)
         total = sum(part.weight for part in parts)
         self._pools: dict[int, _PoolSchedule] = {
@@ -115,92 +119,90 @@ class Loader:
         }
 
     def sample_batch(self, step: int) -> ChunkBatch:
-        """The batch of that step, this host's rows of it, as numpy. Also of steps long gone or far ahead."""
+        """Return this host's rows of a step's batch, as NumPy arrays. Steps may come in any order."""
         return self._sample(step, self._contents(), with_next=True).chunks()
 
     def sample_policy_batch(self, step: int) -> PolicyBatch:
-        """The same windows for those who only imitate: without what they lead to, which is half of the work."""
-        return self._sample(step, self._contents(), with_next=False).to_imitate()
+        """Return the same windows without next observations, for imitation: half of the work."""
+        return self._sample(step, self._contents(), with_next=False).imitation()
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[ChunkBatch]:
-        """Batches from step `start` to before `stop`, on the devices, made ahead in the background.
+        """Yield the batches of steps `start` to `stop` − 1, on the devices, made ahead in the background.
 
-        What has grown since the call is left out, lest a batch depend on how fast it was made.
+        Episodes added after the call are left out, so that a batch does not depend on how fast it was made.
         """
         contents = self._contents()
         return self._prefetch(lambda step: self._sample(step, contents, with_next=True).chunks(), start, stop)
 
     def policy_batches(self, start: int, stop: int | None = None) -> Iterator[PolicyBatch]:
-        """As `batches`, of `sample_policy_batch`."""
+        """Yield the batches of `sample_policy_batch`, as `batches` does."""
         contents = self._contents()
-        return self._prefetch(lambda step: self._sample(step, contents, with_next=False).to_imitate(), start, stop)
+        return self._prefetch(lambda step: self._sample(step, contents, with_next=False).imitation(), start, stop)
 
     def _prefetch(self, make: Callable[[int], T], start: int, stop: int | None) -> Iterator[T]:
         steps = itertools.count(start) if stop is None else iter(range(start, stop))
         executor = ThreadPoolExecutor(self._workers, thread_name_prefix="loader")
         try:
-            made: deque[Future[T]] = deque()
+            pending: deque[Future[T]] = deque()
             while True:
-                wanted = itertools.islice(steps, self._ahead + 1 - len(made))
-                made.extend(
-                    executor.submit(lambda step: to_devices(make(step), self._sharding), step) for step in wanted
+                upcoming = itertools.islice(steps, self._ahead + 1 - len(pending))
+                pending.extend(
+                    executor.submit(lambda step: to_devices(make(step), self._sharding), step) for step in upcoming
                 )
-                if not made:
+                if not pending:
                     return
-                yield made.popleft().result()
+                yield pending.popleft().result()
         finally:
             executor.shutdown(cancel_futures=True)
 
     def _contents(self) -> list[tuple[ChunkSource, float]]:
-        """What can be drawn from now, and its share."""
-        there = [
+        """Return the sources that can be drawn from now, with their weights."""
+        contents = [
             (source, part.weight)
             for part in self.parts
             if (source := part.source if isinstance(part.source, ChunkSource) else part.source.source()) is not None
         ]
-        if sum(weight for _, weight in there) <= 0:
-            raise UserError("Nothing has been collected yet; collect more episodes before the first batch is drawn.")
-        for source, _ in there:
-            _check_alike(there[0][0], source)
-        return there
+        if sum(weight for _, weight in contents) <= 0:
+            raise UserError("Too few episodes have been collected; collect more before the first batch is drawn.")
+        for source, _ in contents:
+            _check_alike(contents[0][0], source)
+        return contents
 
-    def _sample(self, step: int, contents: Sequence[tuple[ChunkSource, float]], *, with_next: bool) -> "_Filling":
+    def _sample(self, step: int, contents: Sequence[tuple[ChunkSource, float]], *, with_next: bool) -> "_Batch":
         rng = generator(self._seed, step)
-        places = rng.permutation(self.batch_size)  # so that any part of a batch is mixed alike
+        places = rng.permutation(self.batch_size)  # so that the rows of every host are mixed alike
         ends = _shares([weight for _, weight in contents], self.batch_size, float(rng.random()))
         size = self.batch_size // self._hosts
-        batch = _Filling(contents[0][0], size, self._memory, with_next=with_next)
+        batch = _Batch(contents[0][0], size, self._memory, with_next=with_next)
         for (source, _), begin, end in zip(contents, (0, *ends), ends, strict=False):
             if end == begin:
                 continue
             schedule = self._pools.get(id(source))
-            turn = None if schedule is None else schedule.turn(step)
-            if turn is None:
+            pool = None if schedule is None else schedule.pool(step)
+            if pool is None:
                 drawn = source.draw(rng, end - begin)
+                frames = source.frames.view(source.episodes, np.zeros(0, np.int64), source)
             else:
-                drawn = turn.starts[rng.integers(len(turn.starts), size=end - begin)]
+                drawn = pool.starts[rng.integers(len(pool.starts), size=end - begin)]
+                frames = source.frames.view(pool.episodes, pool.upcoming, source)
             here = places[begin:end] - self._host * size
             ours = (here >= 0) & (here < size)
-            if turn is None:
-                pictures = source.pictures.view(source.episodes, np.zeros(0, np.int64), source)
-            else:
-                pictures = source.pictures.view(turn.episodes, turn.upcoming, source)
             if ours.any():
-                batch.fill(source, drawn[ours], here[ours], pictures)
+                batch.fill(source, drawn[ours], here[ours], frames)
         return batch
 
 
 def gather_chunks(source: ChunkSource, starts: Int[np.ndarray, " b"]) -> ChunkBatch:
-    """The windows that start there, in this order, as numpy."""
-    batch = _Filling(source, len(starts), _Memory(), with_next=True)
-    once = source.select(np.unique(source.windows.episodes[starts]))  # whose claim on the pictures ends with it
-    pictures = source.pictures.view(once.episodes, np.zeros(0, np.int64), once)
-    batch.fill(source, starts, np.arange(len(starts)), pictures)
+    """Return the windows that start at these rows, in this order, as NumPy arrays."""
+    batch = _Batch(source, len(starts), _Memory(), with_next=True)
+    claimant = source.select(np.unique(source.windows.episodes[starts]))  # its claim ends with this function
+    frames = source.frames.view(claimant.episodes, np.zeros(0, np.int64), claimant)
+    batch.fill(source, starts, np.arange(len(starts)), frames)
     return batch.chunks()
 
 
 def to_devices(batch: T, sharding: jax.sharding.Sharding | None = None) -> T:
-    """As device arrays; with a sharding, this host's rows as part of arrays over all hosts."""
+    """Move a batch to the devices; with a sharding, as this host's rows of arrays over all hosts."""
     if sharding is None:
         return jax.device_put(batch)  # type: ignore[no-any-return]
     moved: T = jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)  # type: ignore[no-untyped-call]
@@ -208,16 +210,16 @@ def to_devices(batch: T, sharding: jax.sharding.Sharding | None = None) -> T:
 
 
 def _check_alike(one: ChunkSource, other: ChunkSource) -> None:
-    """Windows of one batch must mean the same."""
+    """Refuse sources whose windows cannot be in one batch."""
     if one.fps != other.fps:
         raise UserError(
-            f"The datasets of the mixture have {one.fps:g} and {other.fps:g} frames a second; a chunk would last "
-            "longer in one than in the other: bring them to one rate."
+            f"The datasets of the mixture have {one.fps:g} and {other.fps:g} frames per second; a chunk would last "
+            "longer in one than in the other: resample them to one rate."
         )
     if one.windows.options != other.windows.options:
         raise UserError(
-            f"The datasets of the mixture are cut differently ({one.windows.options}, {other.windows.options}); "
-            "cut all of them alike."
+            f"The datasets of the mixture have different windows ({one.windows.options}, {other.windows.options}); "
+            "use the same options for all."
         )
     ours, theirs = one.inputs, other.inputs
     if norm_stats_hash(ours.stats) != norm_stats_hash(theirs.stats) or ours.norm != theirs.norm:
@@ -236,40 +238,40 @@ def _check_alike(one: ChunkSource, other: ChunkSource) -> None:
 
 
 def _shares(weights: Sequence[float], count: int, offset: float) -> tuple[int, ...]:
-    """Where each part of a batch ends. Exact when the shares are whole numbers, else so on average over `offset`."""
+    """Return where each part of a batch ends. Shares that are not whole rows are right on average over `offset`."""
     edges = np.cumsum(weights) / np.sum(weights) * count
-    # Edges a rounding error below a whole number must not lose a row.
+    # An edge just below a whole number, by a rounding error, must not lose a row.
     ends = np.floor(np.round(edges, 9) + offset * (np.round(edges, 9) % 1 > 0))
     return (*(int(end) for end in ends[:-1]), count)
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
-    """Random numbers that depend on these two alone."""
-    # As integers: numpy makes floats of large ones in a list, and of neighbours the same.
+    """Return a random generator that depends on these two numbers alone."""
+    # A uint64 array: from a list NumPy makes floats, in which large neighbouring integers are equal.
     return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
 
 
-# Taking turns
+# Pools
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Turn:
-    """One pool."""
+class _Pool:
+    """The episodes drawn from during some steps."""
 
     episodes: Int[np.ndarray, " e"]
     starts: Int[np.ndarray, " s"]
     upcoming: Int[np.ndarray, " f"]
-    """The episodes of the pool after this one."""
+    """The episodes of the next pool."""
 
 
 class _PoolSchedule:
-    """Which episodes are drawn from at a step: all of them in turn, in another order in each pass."""
+    """Which episodes are drawn from at a step: all of them in turn, in a new order in each pass."""
 
     def __init__(self, windows: Windows, starts: np.ndarray, size: int, pass_steps: int, seed: int) -> None:
         self._windows, self._starts, self._size = windows, starts, size
         self._pass_steps, self._seed = pass_steps, seed
         self._episodes, self._counts = np.unique(windows.episodes[starts], return_counts=True)
-        self._turns: dict[tuple[int, int], _Turn] = {}
+        self._pools: dict[tuple[int, int], _Pool] = {}
 
     @classmethod
     def of(cls, source: ChunkSource, options: PoolOptions, seed: int, drawn_per_step: float) -> "_PoolSchedule":
@@ -277,22 +279,22 @@ class _PoolSchedule:
         steps = max(pools, round(options.reuse * len(source.starts) / drawn_per_step))
         return cls(source.windows, source.starts, options.episodes, steps, seed)
 
-    def turn(self, step: int) -> _Turn:
-        """The pool of that step. Its steps are in proportion to its windows, so that all are drawn alike."""
+    def pool(self, step: int) -> _Pool:
+        """Return the pool of a step. A pool is used for steps in proportion to its number of windows."""
         number, offset = divmod(step, self._pass_steps)
         pools, ends = self._pass(number)
         index = int(np.searchsorted(ends, offset, side="right"))
         key = (number, index)
-        if key not in self._turns:
+        if key not in self._pools:
             upcoming = pools[index + 1] if index + 1 < len(pools) else self._pass(number + 1)[0][0]
             mask = np.isin(self._windows.episodes[self._starts], pools[index])
-            self._turns = {k: t for k, t in self._turns.items() if k[0] >= number - 1} | {
-                key: _Turn(pools[index], self._starts[mask], upcoming)
+            self._pools = {k: pool for k, pool in self._pools.items() if k[0] >= number - 1} | {
+                key: _Pool(pools[index], self._starts[mask], upcoming)
             }
-        return self._turns[key]
+        return self._pools[key]
 
     def _pass(self, number: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """The pools of one pass over all episodes, and at which of its steps each ends."""
+        """Return the pools of one pass over all episodes, and the step of the pass at which each ends."""
         order = generator(self._seed, 2**63 + number).permutation(len(self._episodes))
         groups = [order[i : i + self._size] for i in range(0, len(order), self._size)]
         windows = np.cumsum([int(self._counts[group].sum()) for group in groups])
@@ -300,20 +302,20 @@ class _PoolSchedule:
         return [np.sort(self._episodes[group]) for group in groups], ends
 
 
-# Filling
+# Building batches
 
 
 class _Memory:
-    """Arrays for batches, given back when the last one who uses a batch, be it a device, lets go of it.
+    """Memory for images that is used again when nobody, not even a device, uses the batch any more.
 
-    Fresh memory costs several times what filling it does: the kernel clears it page by page.
+    Fresh memory costs several times as much as filling it, because the kernel clears it page by page.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
 
     def array(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Of uint8, with anything in it."""
+        """Return an uninitialised array of uint8."""
         size = int(np.prod(shape))
         free = self._free.setdefault(size, [])
         try:
@@ -326,7 +328,7 @@ class _Memory:
 
 
 class _Lease:
-    """Arrays made of it keep it alive."""
+    """Gives its memory back when the last array made from it is deleted."""
 
     def __init__(self, memory: np.ndarray, free: list[np.ndarray]) -> None:
         self._memory, self._free = memory, free
@@ -336,21 +338,21 @@ class _Lease:
         self._free.append(self._memory)
 
 
-class _Filling:
-    """A batch in the making."""
+class _Batch:
+    """A batch that is being built."""
 
     def __init__(self, like: ChunkSource, size: int, memory: _Memory, *, with_next: bool) -> None:
         self._size = size
         pixels = (size, like.inputs.image_size, like.inputs.image_size, 3)
         self._slots = list(like.cameras)
-        moments = range(1 + with_next)  # before, and after
+        moments = range(1 + with_next)  # before the window, and after it
         self._images = [{slot: memory.array(pixels) for slot in self._slots} for _ in moments]
         self._masks = [{slot: np.empty(size, bool) for slot in self._slots} for _ in moments]
         self._rest: list[dict[str, np.ndarray]] = [{} for _ in moments]
         self._fields: dict[str, np.ndarray] = {}
 
-    def fill(self, source: ChunkSource, starts: np.ndarray, places: np.ndarray, pictures: Pictures) -> None:
-        """Put the windows that start there at these places."""
+    def fill(self, source: ChunkSource, starts: np.ndarray, places: np.ndarray, frames: FrameReader) -> None:
+        """Put the windows that start at `starts` into the rows `places`."""
         fields = source.windows.gather(starts)
         for which, rows in enumerate((fields.observation_rows, fields.next_rows)[: len(self._rest)]):
             tokens, token_masks = source.prompts(rows)
@@ -365,19 +367,19 @@ class _Filling:
                 if camera is None:
                     self._images[which][slot][places] = 0
                 else:
-                    pictures.gather(camera, rows, self._images[which][slot], places)
+                    frames.gather(camera, rows, self._images[which][slot], places)
         self._put(
             self._fields,
             places,
-            {name: getattr(fields, name) for name in FIELDS} | {"actions": source.actions(starts, fields)},
+            {name: getattr(fields, name) for name in _FIELDS} | {"actions": source.actions(starts, fields)},
         )
 
     def chunks(self) -> ChunkBatch:
-        """The batch, once every place has been filled."""
+        """Return the batch, once every row has been filled."""
         return ChunkBatch(observations=self._observation(0), next_observations=self._observation(1), **self._fields)
 
-    def to_imitate(self) -> PolicyBatch:
-        """The batch without what the windows lead to."""
+    def imitation(self) -> PolicyBatch:
+        """Return the batch without next observations."""
         return PolicyBatch(
             observations=self._observation(0),
             actions=self._fields["actions"],
@@ -393,7 +395,3 @@ class _Filling:
             if name not in into:
                 into[name] = np.empty((self._size, *value.shape[1:]), value.dtype)
             into[name][places] = value
-
-
-FIELDS = tuple(field.name for field in dataclasses.fields(WindowFields) if not field.name.endswith("_rows"))
-"""What windows and batches have in common."""

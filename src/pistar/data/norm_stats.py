@@ -1,4 +1,4 @@
-"""Normalisation statistics: counting them, OpenPI's norm_stats.json, and refusing broken ones before they train."""
+"""Normalisation statistics: computing them, reading and writing OpenPI's norm_stats.json, and checking them."""
 
 import dataclasses
 import hashlib
@@ -11,21 +11,20 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from pistar.data.safetensors_file import check_fetched
-from pistar.errors import UserError
+from pistar.errors import UserError, check_fetched
 
 Norm = Literal["zscore", "quantile"]
-"""How numbers are brought to the model's scale. OpenPI: z-scores for π₀, quantiles for π₀.₅."""
+"""How numbers are normalised. OpenPI uses z-scores for π₀ and quantiles for π₀.₅."""
 
 EPSILON = 1e-6
-"""OpenPI adds it to every denominator. A dimension that varies less than this is, to the model, a constant."""
+"""OpenPI adds this to every denominator. A dimension that varies less is a constant for the model."""
 
 KEYS = ("state", "actions")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NormStats:
-    """One vector's statistics, in the robot's own dimensions (no padding): all of shape [d], once checked."""
+    """Statistics of one vector, in the robot's dimensions (no padding). All have shape [d], see `check_norm_stats`."""
 
     mean: Float[np.ndarray, "..."]
     std: Float[np.ndarray, "..."]
@@ -33,16 +32,16 @@ class NormStats:
     q99: Float[np.ndarray, "..."] | None = None
 
     def covers(self, dim: int) -> bool:
-        """Whether they are of a vector of so many dimensions, zeros that pad it aside."""
+        """Whether these are statistics of a vector of `dim` dimensions, perhaps padded with zeros."""
         return len(self.mean) >= dim and not self.mean[dim:].any()
 
 
 class RunningStats:
-    """Mean, deviation and 1 % / 99 % quantiles of vectors that arrive in batches.
+    """Mean, standard deviation and 1 % and 99 % quantiles of vectors that arrive in batches.
 
-    The quantiles come from a histogram that is stretched when a batch leaves its range, as OpenPI's do. Two things are
-    mended: sums are in float64 whatever the data is in, and stretching loses no count from the lowest bin, where a
-    closed gripper lies. OpenPI's numbers can differ by that much.
+    As in OpenPI, the quantiles come from a histogram that is stretched when a batch leaves its range. Two things differ
+    from OpenPI: sums are always in float64, and stretching keeps the counts of the lowest bin, where a closed gripper
+    lies.
     """
 
     BINS = 5000
@@ -54,17 +53,17 @@ class RunningStats:
         self._counts: list[np.ndarray] = []
 
     def update(self, batch: Float[np.ndarray, "*b d"]) -> None:
-        """Count every vector of the batch; all axes but the last are batch axes."""
+        """Add every vector of a batch; all axes but the last are batch axes."""
         vectors = np.asarray(batch, np.float64).reshape(-1, batch.shape[-1])
         if not np.isfinite(vectors).all():
             raise UserError(
                 f"Dimension {int(np.argwhere(~np.isfinite(vectors))[0, 1])} holds NaN or Inf; "
-                "statistics of it would spoil every sample, so repair or drop the episode."
+                "its statistics would spoil every sample: repair or drop the episode."
             )
         if self._count and len(self._mean) != vectors.shape[1]:
             raise UserError(
-                f"A vector has {vectors.shape[1]} dimensions where earlier ones had {len(self._mean)}; "
-                "all episodes of a dataset must come from one robot."
+                f"A vector has {vectors.shape[1]} dimensions and earlier ones had {len(self._mean)}; "
+                "give episodes of one robot only."
             )
         if not len(vectors):
             return
@@ -86,17 +85,17 @@ class RunningStats:
             counts += np.histogram(column, bins=edges)[0]
 
     def stats(self) -> NormStats:
-        """What has been counted so far."""
+        """Return the statistics of all vectors so far."""
         if self._count < 2:
-            raise UserError(f"Statistics of {self._count} vectors mean nothing; the dataset needs at least 2 frames.")
+            raise UserError(f"There are {self._count} vectors; statistics need at least 2: add frames to the dataset.")
         std = np.sqrt(np.maximum(0, self._mean_of_squares - self._mean**2))
         return NormStats(self._mean, std, self._quantile(0.01), self._quantile(0.99))
 
     def _stretch(self) -> None:
-        """Move the counts, each at the left edge of its old bin, into bins that span the new range."""
+        """Move the counts into bins that span the new range; each count stands at the left edge of its old bin."""
         for i, (old, counts) in enumerate(zip(self._edges, self._counts, strict=True)):
             self._edges[i] = np.linspace(self._low[i], self._high[i], self.BINS + 1)
-            # The first bin began a hair below the range. OpenPI (15a9616) loses that bin: a closed gripper, say.
+            # The first bin starts 1e-10 below the range. OpenPI (15a9616) loses it, such as a closed gripper.
             left = np.maximum(old[:-1], self._low[i])
             self._counts[i] = np.histogram(left, bins=self._edges[i], weights=counts)[0]
 
@@ -106,8 +105,8 @@ class RunningStats:
 
 
 def load_norm_stats(path: Path) -> dict[str, NormStats]:
-    """Read OpenPI's norm_stats.json. Whether the numbers are usable is `check_norm_stats`'s question."""
-    remedy = "copy it again from the checkpoint's assets folder, or compute it anew."
+    """Read OpenPI's norm_stats.json. `check_norm_stats` checks whether its numbers are usable."""
+    remedy = "copy it again from the checkpoint's assets folder, or compute it again."
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -123,7 +122,7 @@ def load_norm_stats(path: Path) -> dict[str, NormStats]:
 
 
 def save_norm_stats(path: Path, stats: Mapping[str, NormStats]) -> None:
-    """Write OpenPI's norm_stats.json, whole or not at all."""
+    """Write OpenPI's norm_stats.json, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps({"norm_stats": _to_json(stats)}, indent=2, allow_nan=False))
@@ -131,60 +130,60 @@ def save_norm_stats(path: Path, stats: Mapping[str, NormStats]) -> None:
 
 
 def norm_stats_hash(stats: Mapping[str, NormStats]) -> str:
-    """SHA-256 of the numbers, whatever the layout of the file they were in."""
+    """Return the SHA-256 of the numbers, which does not depend on the layout of their file."""
     return hashlib.sha256(json.dumps(_to_json(stats), sort_keys=True).encode()).hexdigest()
 
 
 def check_norm_stats(stats: Mapping[str, NormStats], kind: Norm) -> list[str]:
-    """Refuse statistics that cannot normalise; report, one line each, dimensions that never move.
+    """Refuse statistics that cannot be used; return one note for each dimension that never moves.
 
     A constant dimension is no error: real datasets have them (an unused joint), and OpenPI divides by 1e-6 there. But
-    a robot that moves it after all sends the model a huge number, so whoever starts a run should see the report.
+    if the robot moves it later, the model gets a huge number, so the user should see the notes.
     """
     constant = []
     for key in KEYS:
         if key not in stats:
-            raise UserError(f"norm stats hold {sorted(stats)} but not {key!r}; compute them anew from the dataset.")
+            raise UserError(f"norm stats hold {sorted(stats)} but not {key!r}; compute them again from the dataset.")
         low, high = _spread(key, stats[key], kind)
         constant += [
-            f"{key}[{i}] never moves in the data; any other value there would be divided by {EPSILON:g}."
+            f"{key}[{i}] never moves in the data; any other value of it will be divided by {EPSILON:g}."
             for i in np.flatnonzero(high - low < EPSILON)
         ]
     return constant
 
 
 def _spread(key: str, entry: NormStats, kind: Norm) -> tuple[np.ndarray, np.ndarray]:
-    """Two ends whose distance is what `kind` divides by, once everything about the entry has been found sound."""
+    """Check an entry; return two bounds whose difference `kind` divides by."""
     fields = {name: value for name, value in vars(entry).items() if value is not None}
     for name, value in fields.items():
         if value.ndim != 1 or len(value) != len(entry.mean):
             raise UserError(
                 f"norm stats {key}.{name} has shape {value.shape} but {key}.mean has {entry.mean.shape}; "
-                "all of a key's statistics have one number a dimension: compute them anew."
+                "each has one number per dimension: compute them again."
             )
         if not np.isfinite(value).all():
             bad = int(np.flatnonzero(~np.isfinite(value))[0])
             raise UserError(
                 f"norm stats {key}.{name}[{bad}] is {value[bad]}; it would turn every sample into NaN: "
-                "find the broken frames and compute them anew."
+                "find the broken frames and compute the statistics again."
             )
     if kind == "zscore":
         if (entry.std < 0).any():
             bad = int(np.flatnonzero(entry.std < 0)[0])
             raise UserError(
-                f"norm stats {key}.std[{bad}] is {entry.std[bad]:g}; a deviation is never negative: compute them anew."
+                f"norm stats {key}.std[{bad}] is {entry.std[bad]:g}; it cannot be negative: compute them again."
             )
         return np.zeros_like(entry.std), entry.std
     if entry.q01 is None or entry.q99 is None:
         raise UserError(
-            f"norm stats {key} have no quantiles, and quantile normalisation was asked for; "
-            "compute them anew, or use norm zscore if the checkpoint was trained so (π₀)."
+            f"norm stats {key} have no quantiles, which quantile normalisation needs; "
+            "compute them again, or use norm zscore if the checkpoint was trained with it (π₀)."
         )
     if (entry.q01 > entry.q99).any():
         bad = int(np.flatnonzero(entry.q01 > entry.q99)[0])
         raise UserError(
             f"norm stats {key}.q01[{bad}] is {entry.q01[bad]:g}, above q99 {entry.q99[bad]:g}; "
-            "it would turn the dimension round: compute them anew."
+            "it would reverse the dimension: compute them again."
         )
     return entry.q01, entry.q99
 

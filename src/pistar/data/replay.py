@@ -1,6 +1,6 @@
-"""Episodes a policy has just lived through, the newest of them, to be drawn from like a dataset.
+"""The replay buffer: the newest episodes of a policy, drawn from like a dataset.
 
-Only whole episodes come in and only whole episodes go out: there is no write pointer for a window to span.
+Episodes are added and removed whole, so no window can cross a write pointer.
 """
 
 import collections
@@ -10,38 +10,40 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from pistar.data.chunks import WindowOptions, at_last_step, build_windows
-from pistar.data.frame_pool import EpisodeViews
-from pistar.data.rewards import Outcomes, RewardScheme, label
+from pistar.data.chunk_source import ChunkSource, EpisodeNumbers, ModelInputs
+from pistar.data.frame_pool import EpisodeFrames
+from pistar.data.rewards import label
 from pistar.data.robots import RobotInputs
-from pistar.data.source import ChunkSource, EpisodeNumbers, ModelInputs
+from pistar.data.success_sources import Outcomes
 from pistar.data.transforms import flatten, resize_with_pad
+from pistar.data.windows import WindowOptions, at_last_step, build_windows
 from pistar.errors import UserError
-from pistar.types import Episode
+from pistar.types import Episode, RewardScheme
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """An episode as the model will want it."""
+class StoredEpisode:
+    """An episode of the replay buffer: joints mapped to the model's, and rewards by the scheme."""
 
     number: int
-    """Of all that were ever added."""
+    """How many episodes were added before this one."""
     state: Float[np.ndarray, "o s"]
     actions: Float[np.ndarray, "t a"]
     rewards: Float[np.ndarray, " t"]
     terminated: bool
     success: bool
     prompt: str
-    pictures: Mapping[str, UInt8[np.ndarray, "o size size 3"]]
-    """By the model's cameras; without those the robot lacks."""
+    images: Mapping[str, UInt8[np.ndarray, "o size size 3"]]
+    """By the model's cameras, without those the robot lacks."""
 
     @property
     def has_next(self) -> bool:
+        """Whether the observation after the last action was kept."""
         return len(self.state) > len(self.actions)
 
 
-class Replay:
-    """Holds up to `capacity` steps; the oldest episodes make room for new ones."""
+class ReplayBuffer:
+    """Holds up to `capacity` steps; the oldest episodes are removed to make room for new ones."""
 
     def __init__(
         self,
@@ -53,70 +55,72 @@ class Replay:
         fps: float,
         min_steps: int = 1,
     ) -> None:
-        """`scheme` pays these episodes as the dataset they are mixed with. Below `min_steps` nothing is drawn: half of
-        every batch from one short episode would teach that episode alone.
+        """Make an empty buffer. `scheme`: the reward scheme of the dataset that it is mixed with.
+
+        Nothing is drawn below `min_steps`, because half of every batch would come from one short episode.
         """
         if capacity < 1 or not 0 < min_steps <= capacity:
             raise UserError(
                 f"The replay buffer holds {capacity} steps and is drawn from when it has {min_steps}; "
-                "give a capacity of at least 1, and no more than that as the minimum."
+                "give a capacity of at least 1, and a minimum from 1 to the capacity."
             )
         self._capacity, self._inputs, self._options, self._scheme = capacity, inputs, options, scheme
         self._fps, self._min_steps = fps, min_steps
-        self._kept: collections.deque[Kept] = collections.deque()
+        self._stored: collections.deque[StoredEpisode] = collections.deque()
         self._added = 0
         self._source: ChunkSource | None = None
 
     def __len__(self) -> int:
-        return sum(len(kept.actions) for kept in self._kept)
+        return sum(len(episode.actions) for episode in self._stored)
 
     @property
     def episodes(self) -> int:
-        return len(self._kept)
+        """Number of episodes."""
+        return len(self._stored)
 
     def add(self, episode: Episode) -> None:
-        """Take a finished episode in, and let old ones go until there is room for it."""
+        """Add a finished episode, and remove the oldest ones until there is room for it."""
         steps = len(episode.actions)
         if episode.terminated == episode.truncated:
             how = "both terminated and truncated" if episode.terminated else "neither terminated nor truncated"
-            raise UserError(f"The episode is {how}; only finished ones can be replayed, and they end in one way.")
+            raise UserError(f"The episode is {how}; give finished episodes, which are exactly one of the two.")
         if not 0 < steps <= self._capacity:
             raise UserError(
                 f"The episode has {steps} steps and the replay buffer holds {self._capacity}; "
-                "give it room for some of the longest episodes."
+                "give it a capacity of several of the longest episodes."
             )
-        kept = self._prepare(episode)
+        stored = self._prepare(episode)
         while len(self) + steps > self._capacity:
-            self._kept.popleft()
-        self._kept.append(kept)
+            self._stored.popleft()
+        self._stored.append(stored)
         self._added += 1
         self._source = None
 
     @property
     def bytes(self) -> int:
-        """Of memory."""
-        arrays = (array for k in self._kept for array in (k.state, k.actions, k.rewards, *k.pictures.values()))
+        """Bytes of memory that the episodes take."""
+        arrays = (array for e in self._stored for array in (e.state, e.actions, e.rewards, *e.images.values()))
         return sum(array.nbytes for array in arrays)
 
-    def contents(self) -> tuple[Kept, ...]:
-        """What it holds now, the oldest first; later additions do not change it."""
-        return tuple(self._kept)
+    def contents(self) -> tuple[StoredEpisode, ...]:
+        """Return the present episodes, the oldest first."""
+        return tuple(self._stored)
 
-    def refill(self, kept: Iterable[Kept]) -> None:
-        """Hold these instead: what `contents` gave, as it was."""
-        self._kept = collections.deque(kept)
-        self._added = self._kept[-1].number + 1 if self._kept else 0
+    def refill(self, episodes: Iterable[StoredEpisode]) -> None:
+        """Replace the episodes by these, which `contents` returned earlier."""
+        self._stored = collections.deque(episodes)
+        self._added = self._stored[-1].number + 1 if self._stored else 0
         self._source = None
 
     def source(self) -> ChunkSource | None:
-        """The windows there are now. Episodes added later are not in it."""
+        """Return a source of the present windows, without episodes added later; None below `min_steps`."""
         if len(self) < self._min_steps:
             return None
         if self._source is None:
             self._source = self._build()
         return self._source
 
-    def _prepare(self, episode: Episode) -> Kept:
+    def _prepare(self, episode: Episode) -> StoredEpisode:
         size = self._inputs.image_size
         flat = flatten(episode.observations)
         frames = {len(values) for values in flat.values()}
@@ -124,16 +128,16 @@ class Replay:
         if frames not in ({steps}, {steps + 1}):
             raise UserError(
                 f"The episode has {steps} actions and {sorted(frames)} observations; "
-                "there is one before each action, and perhaps one after the last."
+                "give one before each action, and if you like one after the last."
             )
         inputs = RobotInputs(self._inputs.robot)
         state, actions = inputs.joints({**flat, "actions": episode.actions})
         assert actions is not None
-        # Copies: who collected the episode may use its arrays again.
-        pictures = {
-            slot: np.array(resize_with_pad(images, size, size))
-            for slot, images in inputs.images(flat).items()
-            if images is not None
+        # Copies: the collector may use its arrays again.
+        images = {
+            slot: np.array(resize_with_pad(raw, size, size))
+            for slot, raw in inputs.images(flat).items()
+            if raw is not None
         }
         lengths = np.array([steps])
         outcomes = Outcomes(
@@ -144,15 +148,15 @@ class Replay:
         if len(episode.rewards) != steps or not np.isfinite(episode.rewards).all():
             raise UserError(
                 f"The episode has {steps} actions and {len(episode.rewards)} rewards, of which "
-                f"{int(np.isfinite(episode.rewards).sum())} are finite; each action is paid a finite reward."
+                f"{int(np.isfinite(episode.rewards).sum())} are finite; give each action a finite reward."
             )
-        if self._kept and pictures.keys() != self._kept[0].pictures.keys():
+        if self._stored and images.keys() != self._stored[0].images.keys():
             raise UserError(
-                f"The episode has the cameras {sorted(pictures)} and those before it {sorted(self._kept[0].pictures)}; "
-                "all episodes of a replay buffer have the same."
+                f"The episode has the cameras {sorted(images)} and earlier ones {sorted(self._stored[0].images)}; "
+                "give all episodes of a replay buffer the same cameras."
             )
         labels = label(outcomes, self._scheme, episode.rewards.astype(np.float32))
-        return Kept(
+        return StoredEpisode(
             self._added,
             state,
             actions,
@@ -160,42 +164,42 @@ class Replay:
             bool(labels.terminated[0]),
             episode.success,
             episode.task,
-            pictures,
+            images,
         )
 
     def _build(self) -> ChunkSource:
-        kept = list(self._kept)
-        lengths = np.array([len(k.actions) for k in kept])
-        has_next = np.array([k.has_next for k in kept])
-        terminated = np.array([k.terminated for k in kept])
+        stored = self._stored
+        lengths = np.array([len(e.actions) for e in stored])
+        has_next = np.array([e.has_next for e in stored])
+        terminated = np.array([e.terminated for e in stored])
         windows = build_windows(
             lengths,
-            np.concatenate([k.rewards for k in kept]),
+            np.concatenate([e.rewards for e in stored]),
             at_last_step(terminated, lengths),
             has_next,
             self._options,
         )
-        prompts, ids = np.unique([k.prompt for k in kept], return_inverse=True)
-        observed = lengths + has_next
+        prompts, ids = np.unique([e.prompt for e in stored], return_inverse=True)
+        observations = lengths + has_next
         numbers = EpisodeNumbers(
-            np.concatenate([k.state for k in kept]),
-            np.concatenate([k.actions for k in kept]),
+            np.concatenate([e.state for e in stored]),
+            np.concatenate([e.actions for e in stored]),
             [str(prompt) for prompt in prompts],
-            np.repeat(ids, observed),
+            np.repeat(ids, observations),
         )
-        cameras = {slot: slot if slot in kept[0].pictures else None for slot in self._inputs.robot.cameras}
-        pictures = _AllThere(
-            np.cumsum(observed) - observed,
-            {slot: [k.pictures[slot] for k in kept] for slot, camera in cameras.items() if camera is not None},
+        cameras = {slot: slot if slot in stored[0].images else None for slot in self._inputs.robot.cameras}
+        frames = _StoredFrames(
+            np.cumsum(observations) - observations,
+            {slot: [e.images[slot] for e in stored] for slot, camera in cameras.items() if camera is not None},
         )
-        success = np.array([k.success for k in kept])
-        return ChunkSource(self._inputs, windows, numbers, cameras, pictures, success=success, fps=self._fps)
+        success = np.array([e.success for e in stored])
+        return ChunkSource(self._inputs, windows, numbers, cameras, frames, success=success, fps=self._fps)
 
 
-class _AllThere(EpisodeViews):
-    """Pictures that are in memory anyway."""
+class _StoredFrames(EpisodeFrames):
+    """The frames of the replay buffer, which are all in memory."""
 
-    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> EpisodeViews:
-        """All of them."""
+    def view(self, episodes: Int[np.ndarray, " e"], upcoming: Int[np.ndarray, " f"], claimant: object) -> EpisodeFrames:
+        """Return itself: all frames are always ready."""
         del episodes, upcoming, claimant
         return self

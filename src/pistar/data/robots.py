@@ -1,6 +1,6 @@
-"""Robots: what their observations are called, how their joints map to the model's, and the way through both.
+"""Robots: the names in their observations, the maps from their joints to the model's, and the transforms of both.
 
-A robot is data, so adding one is adding an entry to `ROBOTS`. The model's side of the names is OpenPI's.
+A robot is data: to add one, add an entry to `ROBOTS`. The model's names are OpenPI's.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from pistar.config import CAMERAS
 from pistar.data.norm_stats import Norm, NormStats
 from pistar.data.transforms import (
     AbsoluteActions,
@@ -31,6 +30,7 @@ from pistar.data.transforms import (
     flatten,
 )
 from pistar.errors import UserError
+from pistar.types import CAMERAS
 
 Joints = Float[np.ndarray, "*b d"]
 
@@ -41,34 +41,34 @@ def _unchanged(x: Joints) -> Joints:
 
 @dataclasses.dataclass(frozen=True)
 class Robot:
-    """What the data of one kind of robot looks like."""
+    """The data format of one kind of robot."""
 
     name: str
     action_dim: int
     state_keys: Mapping[str, int]
-    """Slash paths in its observation that, put end to end, are its state, and how many numbers each has."""
+    """Slash paths in its observation and their dimensions; concatenated, they are its state."""
     cameras: Mapping[str, str | None]
-    """From the model's cameras to slash paths in its observation; None where it has no such camera."""
+    """From the model's cameras to slash paths in its observation; None for a camera it lacks."""
     optional_cameras: tuple[str, ...] = ()
-    """Paths that may be missing: the model then sees black and a mask. All others must be there."""
+    """Paths that may be missing: the model then gets a black, masked image. All others are required."""
     unused_cameras: tuple[str, ...] = ()
-    """Paths that may be there and are ignored."""
+    """Paths that may be present and are ignored."""
     repack: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """From the columns of its usual LeRobot datasets to its observation, see `Repack`."""
+    """The columns of its usual LeRobot datasets as its observation, see `Repack`."""
     delta_mask: tuple[bool, ...] | None = None
-    """Dimensions the model is given relative to the state. None: all as they are."""
+    """Action dimensions that are relative to the state for the model. None means that all are absolute."""
     state_to_model: Callable[[Joints], Joints] = _unchanged
     actions_to_model: Callable[[Joints], Joints] = _unchanged
     actions_from_model: Callable[[Joints], Joints] = _unchanged
 
     @property
     def state_dim(self) -> int:
-        """Numbers in its state."""
+        """Dimension of its state."""
         return sum(self.state_keys.values())
 
     @property
     def lerobot_cameras(self) -> dict[str, str]:
-        """From the model's cameras to their names in its usual LeRobot datasets, without those that these lack."""
+        """From the model's cameras to their names in its usual LeRobot datasets, without cameras these lack."""
         columns = flatten(self.repack)
         return {
             slot: str(columns[path]).removeprefix("observation.images.")
@@ -78,19 +78,19 @@ class Robot:
 
     @property
     def changes_joints(self) -> bool:
-        """Whether the model knows its joints by other numbers than it does itself."""
-        ways = (self.state_to_model, self.actions_to_model, self.actions_from_model)
-        return any(way is not _unchanged for way in ways)
+        """Whether its joints have other numbers for the model than in its own data."""
+        maps = (self.state_to_model, self.actions_to_model, self.actions_from_model)
+        return any(each is not _unchanged for each in maps)
 
     @property
     def inputs(self) -> tuple[Transform, ...]:
-        """From its observation (and actions) to the model's names, before normalisation."""
+        """Transforms from its observation (and actions) to the model's names, before normalisation."""
         delta = () if self.delta_mask is None else (DeltaActions(self.delta_mask),)
         return (RobotInputs(self), *delta)
 
     @property
     def outputs(self) -> tuple[Transform, ...]:
-        """From the model's actions, not normalised any more, to its own."""
+        """Transforms from the model's unnormalised actions to its own."""
         absolute = () if self.delta_mask is None else (AbsoluteActions(self.delta_mask),)
         return (*absolute, RobotOutputs(self))
 
@@ -119,11 +119,11 @@ class RobotInputs:
         return out
 
     def images(self, flat: Data) -> dict[str, UInt8[np.ndarray, "... _ _ 3"] | None]:
-        """By the model's cameras; None where the robot has no such camera."""
+        """Return images by the model's cameras; None for a camera the robot lacks."""
         return {slot: self._image(flat, path) for slot, path in self.robot.cameras.items()}
 
     def joints(self, flat: Data) -> tuple[Float[np.ndarray, "... s"], Float[np.ndarray, "... a"] | None]:
-        """State and, where there are any, actions, as the model knows them."""
+        """Return the state, and the actions if there are any, mapped to the model's joints."""
         robot = self.robot
         state = np.concatenate([self._joints(flat, key, dim) for key, dim in robot.state_keys.items()], axis=-1)
         actions = self._joints(flat, "actions", robot.action_dim) if "actions" in flat else None
@@ -136,36 +136,36 @@ class RobotInputs:
         if joints.shape[-1] != dim:
             raise UserError(
                 f"{path} has {joints.shape[-1]} dimensions but {self.robot.name} has {dim}; "
-                f"choose the right robot (there are {', '.join(ROBOTS)}) or fix the data."
+                f"choose the right robot ({', '.join(ROBOTS)}) or fix the data."
             )
         joints = joints if np.issubdtype(joints.dtype, np.floating) else joints.astype(np.float64)
         if not np.isfinite(joints).all():
-            raise UserError(f"{path} has NaN or Inf, for which there is no action; drop or mend that episode.")
+            raise UserError(f"{path} has NaN or Inf; drop or repair that episode.")
         return joints
 
     def _image(self, flat: Data, path: str | None) -> UInt8[np.ndarray, "*b h w 3"] | None:
         if path is None:
             return None
         if path in flat:
-            return to_bytes(flat[path], path)
+            return to_uint8(flat[path], path)
         known = {*self.robot.cameras.values(), *self.robot.unused_cameras}
         folder = path.rpartition("/")[0] + "/"
-        # A misspelt camera must not pass for a missing one.
-        strangers = [key for key in flat if key.startswith(folder) and key not in known]
-        if path in self.robot.optional_cameras and not strangers:
+        # A misspelt camera must not be taken for a missing one.
+        unknown = [key for key in flat if key.startswith(folder) and key not in known]
+        if path in self.robot.optional_cameras and not unknown:
             return None
         raise self._missing(flat, path)
 
     def _missing(self, flat: Data, path: str) -> UserError:
         return UserError(
             f"{self.robot.name} needs {path!r} and the data has {sorted(flat)}; "
-            "rename it (`repack` of a dataset, `columns` of an episode), or choose the robot the data is from."
+            "rename it (--data.columns for a dataset), or choose the robot that recorded the data."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class RobotOutputs:
-    """Cut the padding off the model's actions and put them into the robot's units."""
+    """Remove the padding of the model's actions and convert them to the robot's units."""
 
     robot: Robot
 
@@ -173,39 +173,39 @@ class RobotOutputs:
         return {"actions": self.robot.actions_from_model(data["actions"][..., : self.robot.action_dim])}
 
 
-def to_bytes(image: Any, name: str = "image") -> UInt8[np.ndarray, "*b h w 3"]:  # noqa: ANN401  # a client's or dataset's
-    """Any picture a client or LeRobot may send (bytes or floats in [0, 1], channels first or last) as HWC bytes."""
+def to_uint8(image: Any, name: str = "image") -> UInt8[np.ndarray, "*b h w 3"]:  # noqa: ANN401  # a client's or dataset's
+    """Convert an image of a client or of LeRobot (uint8, or floats in [0, 1]; channels first or last) to HWC uint8."""
     image = np.asarray(image)
     if image.ndim < 3 or 3 not in (image.shape[-1], image.shape[-3]):
-        raise UserError(f"{name} has shape {image.shape}; a picture has three colours, channels first or last.")
+        raise UserError(f"{name} has shape {image.shape}; give an image with three colours, channels first or last.")
     if np.issubdtype(image.dtype, np.floating):
         low, high = image.min(), image.max()
         if not (low > -1e-3 and high < 1 + 1e-3):
             raise UserError(
-                f"{name} is a float picture with values from {low:g} to {high:g}; floats must lie in [0, 1]: "
+                f"{name} is a float image with values from {low:g} to {high:g}; floats must lie in [0, 1]: "
                 "rescale it, or send uint8."
             )
         image = (255 * image).astype(np.uint8)
     if image.dtype != np.uint8:
-        raise UserError(f"{name} is a picture of {image.dtype}; send uint8, or floats in [0, 1].")
+        raise UserError(f"{name} is an image of {image.dtype}; send uint8, or floats in [0, 1].")
     return image if image.shape[-1] == 3 else np.moveaxis(image, -3, -1)
 
 
-# ALOHA. π₀ was pre-trained on an internal ALOHA whose joints 1 and 2 turn the other way and whose gripper is an angle.
+# ALOHA. π₀ was pre-trained on an ALOHA whose joints 1 and 2 have the opposite sign and whose gripper is an angle.
 _ALOHA_SIGNS = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
 _ALOHA_GRIPPERS = [6, 13]
 _GRIPPER_METRES = (0.01844, 0.05800)
-"""Closed and open, of the follower's fingers: what ALOHA's state calls 0 and 1."""
+"""The follower's fingers, closed and open: 0 and 1 in ALOHA's state."""
 _GRIPPER_RADIANS = (-0.6213, 1.4910)
-"""Closed and open, of the follower's motor: what ALOHA's actions call 0 and 1."""
+"""The follower's motor, closed and open: 0 and 1 in ALOHA's actions."""
 _GRIPPER_MODEL_RADIANS = (0.5476, 1.6296)
-"""The encoder range the model's gripper was scaled by. Its actions are radians from the lower end."""
+"""The encoder range that scales the model's gripper state. Its gripper actions are radians above the lower end."""
 _GRIPPER_ARM, _GRIPPER_HORN = 0.036, 0.022
-"""Metres, of the crank between motor and fingers (Interbotix)."""
+"""Lengths in metres of the crank between motor and fingers (Interbotix)."""
 
 
 def _gripper_state_to_model(position: Joints) -> Joints:
-    """Finger opening 0..1 → metres → motor angle through the crank → the model's 0..1."""
+    """Map a finger opening in 0..1 → metres → motor angle, through the crank → the model's 0..1."""
     closed, opened = _GRIPPER_METRES
     metres = position * (opened - closed) + closed
     sine = (_GRIPPER_HORN**2 + metres**2 - _GRIPPER_ARM**2) / (2 * _GRIPPER_HORN * metres)
@@ -230,25 +230,25 @@ def _adapt(joints: Joints, gripper: Callable[[Joints], Joints]) -> Joints:
 
 
 def aloha_state_to_model(state: Joints) -> Joints:
-    """An ALOHA's measured joints as π₀ knows them. Has no inverse here: the gripper is clipped."""
+    """Map an ALOHA's measured joints to π₀'s. There is no inverse: the gripper is clipped."""
     return _adapt(state, _gripper_state_to_model)
 
 
 def aloha_actions_to_model(actions: Joints) -> Joints:
-    """An ALOHA's commands as π₀ knows them."""
+    """Map an ALOHA's actions to π₀'s."""
     return _adapt(actions, _gripper_action_to_model)
 
 
 def aloha_actions_from_model(actions: Joints) -> Joints:
-    """π₀'s commands as an ALOHA takes them."""
+    """Map π₀'s actions to an ALOHA's."""
     return _adapt(actions, _gripper_action_from_model)
 
 
 def aloha(name: str = "aloha", *, adapt_to_pi: bool = True, delta: bool = True, cameras: Mapping[str, str]) -> Robot:
-    """An ALOHA: two arms of six joints and a gripper each, left first.
+    """Make an ALOHA: two arms, left first, of six joints and a gripper each.
 
-    `adapt_to_pi`: the data is in ALOHA's own units, the checkpoint in π₀'s. `delta`: the checkpoint acts in joint
-    angles relative to the state, grippers excepted. `cameras`: from ALOHA's camera names to the dataset's columns.
+    `adapt_to_pi`: the data is in ALOHA's units, the checkpoint in π₀'s. `delta`: the checkpoint's actions are joint
+    angles relative to the state, except grippers. `cameras`: from ALOHA's camera names to the dataset's columns.
     """
     adapters: dict[str, Callable[[Joints], Joints]] = {
         "state_to_model": aloha_state_to_model,
@@ -303,7 +303,7 @@ _METAWORLD = Robot(
     name="metaworld",
     action_dim=4,
     state_keys={"state": 17},
-    cameras={CAMERAS[0]: None},  # masked, as all of OpenPI's would be: π₀ wants one, and more only cost time
+    cameras={CAMERAS[0]: None},  # one masked image, because π₀ needs one; OpenPI's three would only cost time
     repack={"state": "observation.state", "actions": "action", "prompt": "prompt"},
 )
 
@@ -315,14 +315,14 @@ ROBOTS: dict[str, Robot] = {
         ),
         # gym-aloha: one camera, absolute joint targets.
         aloha("aloha_sim", delta=False, cameras={"cam_high": "observation.images.top"}),
-        # LIBERO's actions are relative as recorded, which is what π₀.₅ was fine-tuned on …
+        # LIBERO's recorded actions are relative already. OpenPI's π₀.₅ was fine-tuned on them.
         _LIBERO,
-        # … while OpenPI's π₀ LIBERO checkpoints had the state subtracted once more.
+        # For OpenPI's π₀ LIBERO checkpoints the state was subtracted once more.
         dataclasses.replace(_LIBERO, name="libero_delta", delta_mask=bool_mask(6, -1)),
-        # DROID by joint velocity, and by joint position.
+        # DROID with joint velocities, and with joint positions.
         _DROID,
         dataclasses.replace(_DROID, name="droid_position", delta_mask=bool_mask(7, -1)),
-        # Meta-World by its numbers alone, and seen from a corner as well.
+        # Meta-World with its state alone, and with a camera in a corner too.
         _METAWORLD,
         dataclasses.replace(
             _METAWORLD,
@@ -332,11 +332,11 @@ ROBOTS: dict[str, Robot] = {
         ),
     )
 }
-"""Robots by name. `dataclasses.replace` makes a relative of one."""
+"""Robots by name. Make a variant of one with `dataclasses.replace`."""
 
 
 def find_robot(name: str) -> Robot:
-    """The robot of that name, or the nearest name in the error."""
+    """Return the robot of that name; for an unknown name, the error suggests the nearest one."""
     if name not in ROBOTS:
         near = difflib.get_close_matches(name.lower(), ROBOTS, n=1) or list(ROBOTS)
         raise UserError(f"There is no robot {name!r}; try {', '.join(near)}.")
@@ -344,12 +344,12 @@ def find_robot(name: str) -> Robot:
 
 
 def example_observation(robot: Robot, prompt: str, *, image_size: int = 224) -> Data:
-    """What the robot might send: at rest, in front of cameras that see a test card."""
+    """Make an observation as the robot could send it: joints at zero, and a colour ramp as every image."""
     ramp = np.linspace(0, 255, image_size, dtype=np.uint8)
-    card = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None, :], np.uint8(128)), axis=-1)
+    image = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None, :], np.uint8(128)), axis=-1)
     return {
         **{path: np.zeros(dim) for path, dim in robot.state_keys.items()},
-        **{path: card for path in robot.cameras.values() if path is not None},
+        **{path: image for path in robot.cameras.values() if path is not None},
         "prompt": prompt,
     }
 
@@ -366,9 +366,10 @@ def input_transform(
     default_prompt: str | None = None,
     repack: Mapping[str, Any] | None = None,
 ) -> Transform:
-    """From data to what the model reads: repack → robot → normalise → model, in training and when acting.
+    """Make the transform from data to the model's input: repack → robot → normalise → model.
 
-    `repack` is for datasets only: `robot.repack`, or one's own. A robot that acts sends its observation as it is.
+    Training and acting use the same one, but `repack` (`robot.repack`, or your own) is for datasets only: when acting,
+    the robot sends its observation under its own names.
     """
     return compose(
         *(() if repack is None else (Repack(repack),)),
@@ -382,5 +383,5 @@ def input_transform(
 
 
 def output_transform(robot: Robot, stats: Mapping[str, NormStats], norm: Norm) -> Transform:
-    """From the model's `actions`, with the `state` they were made for, both as the model has them, to the robot's."""
+    """Make the transform from the model's `actions`, and the `state` it was given, to the robot's actions."""
     return compose(Unnormalize(stats, norm), *robot.outputs)

@@ -1,7 +1,7 @@
-"""From a robot's dictionaries to the model's and back, on the host, in numpy.
+"""Transforms from a robot's dictionaries to the model's and back, on the host, in NumPy.
 
-Each transform is a small frozen dataclass that takes a dictionary and returns a new one; none touches its input. They
-work on one frame as well as on a batch: `state [..., s]`, `actions [..., h, a]`, `image {camera: [..., h, w, 3]}`; only
+Each transform is a small frozen dataclass that takes a dictionary and returns a new one; none changes its input. They
+work on one frame and on a batch: `state [..., s]`, `actions [..., h, a]`, `image {camera: [..., h, w, 3]}`; only
 prompts are tokenised one by one.
 """
 
@@ -24,17 +24,17 @@ Transform = Callable[[Data], Data]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What a prompt needs to become tokens."""
+    """Turns prompts into tokens."""
 
     def tokenize(
         self, prompt: str, state: Float[np.ndarray, " s"] | None
     ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
-        """Tokens and their mask, padded to the model's length; `state` is given when it is to be written as text."""
+        """Return tokens and their mask, padded to the model's length. A `state` that is given is written as text."""
         ...
 
 
 def compose(*transforms: Transform) -> Transform:
-    """One transform that applies all of them in order. Pickles if they do, as worker processes need."""
+    """Make one transform that applies all of them in order. It pickles if they do, as worker processes need."""
     return functools.partial(_apply_all, transforms)
 
 
@@ -45,7 +45,7 @@ def _apply_all(transforms: Sequence[Transform], data: Data) -> Data:
 
 
 def flatten(data: Mapping[str, Any]) -> Data:
-    """Nested dictionaries as one, keys joined by slashes; keys that hold slashes already stay as they are."""
+    """Flatten nested dictionaries into one, with keys joined by slashes. Slashes in keys stay as they are."""
     flat: Data = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -57,12 +57,12 @@ def flatten(data: Mapping[str, Any]) -> Data:
 
 @dataclasses.dataclass(frozen=True)
 class Repack:
-    """Rename a dataset's columns to the keys the robot sends when it acts."""
+    """Rename a dataset's columns to the keys that the robot sends when it acts."""
 
     structure: Mapping[str, Any]
-    """The result, with the slash path of a column in the place of each value."""
+    """The result, with a column's slash path in place of each value."""
     optional: tuple[str, ...] = ("actions", "prompt")
-    """Keys left out when their column is missing: nobody knows the actions yet, or the prompt has a default."""
+    """Keys left out if their column is missing: there are no actions before acting, and the prompt has a default."""
 
     def __call__(self, data: Data) -> Data:
         flat = flatten(data)
@@ -86,7 +86,7 @@ class Repack:
 
 @dataclasses.dataclass(frozen=True)
 class InjectDefaultPrompt:
-    """Give data without a prompt this one."""
+    """Add this prompt to data without one."""
 
     prompt: str | None
 
@@ -95,11 +95,8 @@ class InjectDefaultPrompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Normalize:
-    """Bring state and actions to the model's scale, before padding.
-
-    The statistics may be longer than the data (a base model's assets are), never shorter.
-    """
+class _Scaling:
+    """Scale the vectors that have statistics, by these."""
 
     stats: Mapping[str, NormStats]
     kind: Norm
@@ -108,56 +105,56 @@ class Normalize:
         check_norm_stats(self.stats, self.kind)
 
     def __call__(self, data: Data) -> Data:
-        return data | {key: self._normalize(key, data[key]) for key in self.stats if key in data}
+        return data | {key: self._scale(key, data[key]) for key in self.stats if key in data}
 
-    def _normalize(self, key: str, x: np.ndarray) -> np.ndarray:
-        shift, scale = _affine(self.stats[key], self.kind, x.shape[-1])
+    def _scale(self, key: str, x: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def _affine(self, key: str, dims: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the subtrahend and the divisor of the first `dims` dimensions."""
+        stats = self.stats[key]
+        if self.kind == "zscore":
+            return stats.mean[:dims], stats.std[:dims]
+        assert stats.q01 is not None  # checked by check_norm_stats
+        assert stats.q99 is not None
+        return stats.q01[:dims], (stats.q99 - stats.q01)[:dims]
+
+
+class Normalize(_Scaling):
+    """Normalise state and actions, before padding.
+
+    The statistics may have more dimensions than the data (those of a base model do), but not fewer.
+    """
+
+    def _scale(self, key: str, x: np.ndarray) -> np.ndarray:
+        shift, scale = self._affine(key, x.shape[-1])
         if len(shift) < x.shape[-1]:
             raise UserError(
                 f"{key} has {x.shape[-1]} dimensions but its norm stats only {len(shift)}; "
-                "they were made for another robot: compute them from this dataset."
+                "they are another robot's: compute them from this dataset."
             )
         scaled: np.ndarray = (x - shift) / (scale + EPSILON)
         return scaled if self.kind == "zscore" else scaled * 2.0 - 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Unnormalize:
-    """Undo `Normalize` on what the model puts out, padding included (which nobody reads)."""
+class Unnormalize(_Scaling):
+    """Undo `Normalize` on the model's padded output."""
 
-    stats: Mapping[str, NormStats]
-    kind: Norm
-
-    def __post_init__(self) -> None:
-        check_norm_stats(self.stats, self.kind)
-
-    def __call__(self, data: Data) -> Data:
-        return data | {key: self._unnormalize(key, data[key]) for key in self.stats if key in data}
-
-    def _unnormalize(self, key: str, x: np.ndarray) -> np.ndarray:
-        shift, scale = _affine(self.stats[key], self.kind, x.shape[-1])
+    def _scale(self, key: str, x: np.ndarray) -> np.ndarray:
+        shift, scale = self._affine(key, x.shape[-1])
         known, padding = x[..., : len(shift)], x[..., len(shift) :]
         if self.kind == "zscore":
-            # OpenPI pads the deviation with ones, and the epsilon reaches the padding too.
+            # OpenPI pads the standard deviation with ones and adds epsilon to the padding too.
             padding = padding * (1.0 + EPSILON)
         else:
             known = (known + 1.0) / 2.0
         return np.concatenate([known * (scale + EPSILON) + shift, padding], axis=-1)
 
 
-def _affine(stats: NormStats, kind: Norm, dims: int) -> tuple[np.ndarray, np.ndarray]:
-    """What is subtracted and what is divided by, for the first `dims` dimensions."""
-    if kind == "zscore":
-        return stats.mean[:dims], stats.std[:dims]
-    assert stats.q01 is not None  # as checked when the transform was made
-    assert stats.q99 is not None
-    return stats.q01[:dims], (stats.q99 - stats.q01)[:dims]
-
-
 def resize_with_pad(images: UInt8[np.ndarray, "*b _ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "*b _ _ 3"]:
-    """The largest undistorted picture that fits, bilinear by Pillow, centred on black.
+    """Resize images to the largest undistorted size that fits, centred on black, with Pillow's bilinear filter.
 
-    Pillow and not a faster library, because it is what OpenPI's policies have seen.
+    Not with a faster library, because OpenPI's policies were trained on Pillow's pixels.
     """
     if images.shape[-3:-1] == (height, width):
         return images
@@ -166,7 +163,7 @@ def resize_with_pad(images: UInt8[np.ndarray, "*b _ _ 3"], height: int, width: i
     top, left = (height - new_height) // 2, (width - new_width) // 2
     out = np.zeros((*images.shape[:-3], height, width, 3), np.uint8)
     if not images.any():
-        return out  # black stays black: the cameras a robot has not
+        return out  # black stays black: cameras that the robot lacks
     for index in np.ndindex(images.shape[:-3]):
         resized = Image.fromarray(images[index]).resize((new_width, new_height), Image.Resampling.BILINEAR)
         out[(*index, slice(top, top + new_height), slice(left, left + new_width))] = np.asarray(resized)
@@ -175,7 +172,7 @@ def resize_with_pad(images: UInt8[np.ndarray, "*b _ _ 3"], height: int, width: i
 
 @dataclasses.dataclass(frozen=True)
 class ResizeImages:
-    """Make every camera square, of the model's size. (OpenPI's own size is fixed to 224.)"""
+    """Make every image square, of the model's size. (In OpenPI it is always 224.)"""
 
     image_size: int
 
@@ -190,14 +187,14 @@ class TokenizePrompt:
 
     tokenizer: Tokenizer
     discrete_state: bool
-    """Write the state into the prompt, as π₀.₅ does. Needs it normalised and not yet padded."""
+    """Write the state into the prompt, as for π₀.₅. It must be normalised and not yet padded."""
 
     def __call__(self, data: Data) -> Data:
         rest = dict(data)
         prompt = rest.pop("prompt", None)
         if prompt is None:
             raise UserError(
-                f"The data has no 'prompt', only {sorted(flatten(data))}; add one to the data, or set a default prompt."
+                f"The data has no 'prompt', only {sorted(flatten(data))}; add one, or set a default prompt."
             )
         text = str(np.asarray(prompt).item())  # datasets wrap strings in arrays
         tokens, mask = self.tokenizer.tokenize(text, data["state"] if self.discrete_state else None)
@@ -206,7 +203,7 @@ class TokenizePrompt:
 
 @dataclasses.dataclass(frozen=True)
 class PadStatesAndActions:
-    """Fill state and actions up with zeros to the model's width, in the model's float32."""
+    """Pad state and actions with zeros to the model's action dimension, as float32."""
 
     action_dim: int
 
@@ -218,7 +215,7 @@ class PadStatesAndActions:
         if dims > self.action_dim:
             raise UserError(
                 f"{key} has {dims} dimensions but the model takes {self.action_dim}; "
-                "use a model with a larger action_dim, or a robot with fewer."
+                "use a model with a larger action_dim, or a robot with fewer dimensions."
             )
         padded = np.zeros((*x.shape[:-1], self.action_dim), np.float32)
         padded[..., :dims] = x
@@ -226,16 +223,16 @@ class PadStatesAndActions:
 
 
 def bool_mask(*runs: int) -> tuple[bool, ...]:
-    """Runs of True (positive lengths) and False (negative): `bool_mask(2, -1)` is (True, True, False)."""
+    """Make a mask of runs of True (positive) and False (negative): `bool_mask(2, -1)` is (True, True, False)."""
     return tuple(run > 0 for run in runs for _ in range(abs(run)))
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaActions:
-    """Express the masked dimensions of a whole chunk relative to the state it starts from."""
+    """Make the masked dimensions of an action chunk relative to the state it starts from."""
 
     mask: tuple[bool, ...]
-    """May be shorter than the actions; the rest stays absolute."""
+    """May be shorter than the actions; the other dimensions stay absolute."""
 
     def __call__(self, data: Data) -> Data:
         return data | {"actions": _add_state(data, self.mask, -1)} if "actions" in data else data
@@ -259,7 +256,7 @@ def _add_state(data: Data, mask: tuple[bool, ...], sign: int) -> Float[np.ndarra
 
 
 def stack_observations(frames: Sequence[Data]) -> Observation:
-    """A batch of what the transforms give for single frames."""
+    """Stack the transformed data of single frames into a batch."""
 
     def stack(key: str) -> np.ndarray:
         return np.stack([frame[key] for frame in frames])

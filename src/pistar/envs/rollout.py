@@ -1,7 +1,7 @@
-"""Episodes of a policy: many environments, one call of the policy for half of them while the others act.
+"""Episodes of a policy in many environments: while the policy decides for one half, the other half acts.
 
-An episode depends on its task, its start state, its seed and who acts, and on nothing else: not on how many others, of
-which tasks, go on beside it, nor on how many processes they are spread over. So two evaluations can be compared.
+An episode depends only on its task, its start state, the seed and the policy. It does not depend on which episodes run
+beside it, nor on how many processes share the work. So two evaluations can be compared.
 """
 
 import collections
@@ -12,51 +12,51 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from pistar.envs.env import Ending, Scene, Seen, nearest
-from pistar.envs.vector import Environments
-from pistar.envs.worker import LOST, Begin, Fault, Go, Script, Went
+from pistar.envs.base import EpisodeStatus, RawObservation, Scene, suggest_names
+from pistar.envs.vector.vector import Environments
+from pistar.envs.vector.worker import LOST, ChunkResult, Command, Fault, Reset, Script, StepChunk
 from pistar.errors import UserError
 from pistar.types import Episode
 
-TRIES = 3
-"""Of an episode whose environment fails. Those it loses by another's failure are not counted."""
+MAX_TRIES = 3
+"""How often an episode is tried whose environment fails. Failures of other episodes on the same worker do not count."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A moment at which somebody must say what to do."""
+    """A request for the next chunk of an episode."""
 
-    observation: Seen
+    observation: RawObservation
     """With the instruction as its `prompt`."""
     start_id: int
     step: int
-    """Of its episode, 0 where that begins; also where it begins again."""
+    """Step of the episode, 0 at its start, also when it is started again after a fault."""
     episode: int
-    """Which of those asked for, in their order."""
+    """Index of the episode among those asked for."""
     place: int
-    """In the batch: the same one for a whole episode, below `batch_size` of the environments."""
+    """Row in the policy's batch: the same for a whole episode, and less than `batch_size` of the environments."""
     task: str = ""
     """The environment's name."""
 
 
 def batch_size(environments: int) -> int:
-    """Requests that may come at once: of half the environments, for while these think the others act."""
+    """Return the most requests that come at once: half the environments, as the other half acts meanwhile."""
     return -(-environments // 2)
 
 
 Act = Callable[[Sequence[Request]], Float[np.ndarray, "b h a"]]
-"""Chunks in the robot's units for these moments."""
+"""Returns a chunk of actions in the robot's units for each request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One episode, or why there is none."""
+    """One episode, or the reason why there is none."""
 
     start_id: int
     episode: Episode | None
-    """None where its environment failed every time."""
+    """None if its environment failed every time."""
     faults: tuple[Fault, ...]
-    """What went wrong before it went right; each time it began anew."""
+    """Faults on the way; after each the episode was started again."""
     film: tuple[UInt8[np.ndarray, "h w 3"], ...] = ()
     task: str = ""
     """The environment's name."""
@@ -66,47 +66,47 @@ class Rollout:
 
 @dataclasses.dataclass
 class Clock:
-    """Where the time went, in seconds."""
+    """Where the time of rollouts went, in seconds."""
 
     policy: float = 0.0
     waiting: float = 0.0
-    """For simulators in other processes, with nothing else to do."""
+    """Time spent waiting for simulators in other processes."""
     simulators: float = 0.0
-    """Of processors inside simulators, summed up over them."""
+    """CPU time of all simulators together."""
     steps: int = 0
 
 
 @dataclasses.dataclass(eq=False)
-class _Running:
-    """An episode under way."""
+class _RunningEpisode:
+    """An episode that is not over yet."""
 
     index: int
     task: str
     start_id: int
-    now: Seen = dataclasses.field(default_factory=dict)
-    seen: list[Mapping[str, np.ndarray]] = dataclasses.field(default_factory=list)
+    latest: RawObservation = dataclasses.field(default_factory=dict)
+    observations: list[Mapping[str, np.ndarray]] = dataclasses.field(default_factory=list)
     actions: list[np.ndarray] = dataclasses.field(default_factory=list)
     film: list[np.ndarray] = dataclasses.field(default_factory=list)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     begun: bool = False
     acted: bool = False
-    """It was told to act, now or before it had to begin again."""
+    """Whether an earlier try got as far as its first action."""
 
     @property
     def steps(self) -> int:
-        return sum(len(done) for done in self.actions)
+        return sum(len(actions) for actions in self.actions)
 
-    def begin_again(self, fault: Fault) -> None:
+    def start_again(self, fault: Fault) -> None:
         self.faults.append(fault)
         self.acted |= self.begun
-        self.seen, self.actions, self.film, self.begun = [], [], [], False
+        self.observations, self.actions, self.film, self.begun = [], [], [], False
 
-    def take(self, went: Went, record: bool) -> None:
-        self.now = {name: values[-1] for name, values in went.seen.items()}
+    def add(self, result: ChunkResult, record: bool) -> None:
+        self.latest = {name: values[-1] for name, values in result.observations.items()}
         if record:
-            self.seen.append(went.seen)
-        self.actions.append(went.actions)
-        self.film += went.film
+            self.observations.append(result.observations)
+        self.actions.append(result.actions)
+        self.film += result.film
         self.begun = True
 
 
@@ -121,111 +121,120 @@ def roll_out(
     seed: int | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Rollout]:
-    """An episode from each of these start states, in their order: numbers, or (task, number) where tasks are several.
+    """Run one episode from each start state, and yield them in that order.
 
-    `execute`: so many actions of each chunk, then the policy is asked again. `record`: keep what was seen, after every
-    step; else episodes have no observations, and cameras see only what the policy is shown. `films`: of how many
-    episodes pictures for people are kept. `seed`: whatever the actor's random numbers were made of, for the record.
+    Args:
+        environments: The environments to use.
+        starts: Numbers of start states, or pairs of task and number if there are several tasks.
+        actor: A policy, or a script that runs inside the workers.
+        execute: How many actions of each chunk to execute before the policy is asked again.
+        record: Keep the observation of every step. Otherwise episodes have no observations, and cameras are rendered
+            only where the policy needs them.
+        films: How many of the first episodes are rendered for people.
+        seed: The seed of the actor, which is noted in the episodes.
+        clock: Where to add up the time spent.
     """
     if execute < 1 or execute > environments.chunk:
         raise UserError(f"execute is {execute}; it must be from 1 to {environments.chunk} actions of a chunk.")
     scenes, clock = environments.scenes, Clock() if clock is None else clock
-    pending = collections.deque(_Running(index, *_of_a_task(start, scenes)) for index, start in enumerate(starts))
-    running: dict[int, _Running] = {}
+    pending = collections.deque(
+        _RunningEpisode(index, *_task_and_start(start, scenes)) for index, start in enumerate(starts)
+    )
+    running: dict[int, _RunningEpisode] = {}
     last_tasks: dict[int, str] = {}
     finished: dict[int, Rollout] = {}
     script = actor if isinstance(actor, Script) else None
-    told = 0
+    yielded = 0
 
-    def settle(answers: dict[int, Went | Fault]) -> None:
-        """Tell every episode what came of it; those that are over leave."""
+    def note(answers: dict[int, ChunkResult | Fault]) -> None:
+        """Add the answers to their episodes, and move episodes that are over to `finished`."""
         for slot, answer in answers.items():
             one = running[slot]
             if isinstance(answer, Fault):
-                one.begin_again(answer)
-                if sum(fault.kind != LOST for fault in one.faults) < TRIES:
+                one.start_again(answer)
+                if sum(fault.kind != LOST for fault in one.faults) < MAX_TRIES:
                     continue
                 finished[one.index] = Rollout(one.start_id, None, tuple(one.faults), task=one.task, acted=one.acted)
             else:
-                one.take(answer, record)
-                if answer.ending == "goes on" and not answer.truncated:
+                one.add(answer, record)
+                if not answer.over:
                     continue
-                episode = _episode(one, answer.ending, scenes[one.task].instruction, seed)
+                episode = _finish(one, answer.status, scenes[one.task].instruction, seed)
                 finished[one.index] = Rollout(one.start_id, episode, tuple(one.faults), tuple(one.film), one.task)
             del running[slot]
 
-    def tell(group: range) -> None:
-        """Give free environments an episode, and all of these something to do."""
+    def send(group: range) -> None:
+        """Give free environments of the group an episode, and send every environment its next command."""
         free = [slot for slot in group if slot not in running]
         next_ones = [pending.popleft() for _ in range(min(len(free), len(pending)))]
-        running.update(_settle_in(free, next_ones, last_tasks))
+        running.update(_assign_slots(free, next_ones, last_tasks))
         here = {slot: running[slot] for slot in group if slot in running}
-        begins = {
-            slot: Begin(one.start_id, script, film=one.index < films, task=one.task)
+        commands: dict[int, Command] = {
+            slot: Reset(one.start_id, script, film=one.index < films, task=one.task)
             for slot, one in here.items()
             if not one.begun
         }
         acting = {slot: one for slot, one in here.items() if one.begun}
         if script is None:
-            asked = {slot - group.start: one for slot, one in acting.items()}
-            chunks = _ask(asked, actor, scenes, execute, clock)  # type: ignore[arg-type]  # no script
-            gos = {slot: Go(chunks[slot - group.start], record) for slot in acting}
+            by_place = {slot - group.start: one for slot, one in acting.items()}
+            chunks = _ask(by_place, actor, scenes, execute, clock)  # type: ignore[arg-type]  # no script
+            commands |= {slot: StepChunk(chunks[slot - group.start], record) for slot in acting}
         else:
-            gos = {slot: Go(environments.chunk, record) for slot in acting}
-        # Together: nobody waits for somebody else's beginning, which may take as long as many steps.
-        environments.tell({**begins, **gos})
+            commands |= {slot: StepChunk(environments.chunk, record) for slot in acting}
+        # All at once: a reset may take as long as many steps, and nobody should wait for it.
+        environments.send(commands)
 
-    environments.forget()  # what somebody before us told them and did not wait for
+    environments.forget()  # answers that an abandoned rollout did not wait for
     half = batch_size(environments.count)
     groups = [range(half), range(half, environments.count)]
     for group in groups:
-        tell(group)
-    while told < len(starts):
-        for group in groups:  # the other acts while the policy thinks about this one
-            settle(_hear(environments, [slot for slot in group if slot in running], clock))
-            while told in finished:
-                yield finished.pop(told)
-                told += 1
-            tell(group)
+        send(group)
+    while yielded < len(starts):
+        for group in groups:  # the other group acts while the policy decides for this one
+            note(_receive(environments, [slot for slot in group if slot in running], clock))
+            while yielded in finished:
+                yield finished.pop(yielded)
+                yielded += 1
+            send(group)
 
 
-def _of_a_task(start: int | tuple[str, int], scenes: Mapping[str, Scene]) -> tuple[str, int]:
+def _task_and_start(start: int | tuple[str, int], scenes: Mapping[str, Scene]) -> tuple[str, int]:
     if isinstance(start, tuple):
         task, start_id = start
         if task not in scenes:
-            raise UserError(f"These environments have no task {task!r}; {nearest(task, scenes)}")
+            raise UserError(f"These environments have no task {task!r}; {suggest_names(task, scenes)}")
     elif len(scenes) == 1:
         (task,), start_id = scenes, start
     else:
-        raise UserError(
-            f"Start state {start} could be of any of {len(scenes)} tasks; give pairs of a task and a number."
-        )
+        raise UserError(f"Start state {start} could be of any of {len(scenes)} tasks; give pairs of task and number.")
     scenes[task].check_start(start_id)
     return task, start_id
 
 
-def _settle_in(slots: Sequence[int], ones: Sequence[_Running], last_tasks: dict[int, str]) -> dict[int, _Running]:
-    """A slot for each of these episodes: a free one whose last was of its task, if there is one, as that is built."""
-    settled: dict[int, _Running] = {}
-    left = list(ones)
+def _assign_slots(
+    slots: Sequence[int], episodes: Sequence[_RunningEpisode], last_tasks: dict[int, str]
+) -> dict[int, _RunningEpisode]:
+    """Choose a slot for each episode, if possible one whose last episode had the same task: its simulator is built."""
+    assigned: dict[int, _RunningEpisode] = {}
+    left = list(episodes)
     for slot in slots:
-        if (at_home := next((one for one in left if one.task == last_tasks.get(slot)), None)) is not None:
-            settled[slot] = at_home
-            left.remove(at_home)
-    settled.update(zip((slot for slot in slots if slot not in settled), left, strict=False))
-    last_tasks.update({slot: one.task for slot, one in settled.items()})
-    return settled
+        if (one := next((one for one in left if one.task == last_tasks.get(slot)), None)) is not None:
+            assigned[slot] = one
+            left.remove(one)
+    assigned.update(zip((slot for slot in slots if slot not in assigned), left, strict=False))
+    last_tasks.update({slot: one.task for slot, one in assigned.items()})
+    return assigned
 
 
 def _ask(
-    acting: dict[int, _Running], actor: Act, scenes: Mapping[str, Scene], execute: int, clock: Clock
+    acting: dict[int, _RunningEpisode], actor: Act, scenes: Mapping[str, Scene], execute: int, clock: Clock
 ) -> dict[int, Float[np.ndarray, "k a"]]:
-    """One call for everybody, by their places."""
+    """Call the policy once for all these episodes, given and returned by their rows in its batch."""
     if not acting:
         return {}
     requests = [
         Request(
-            {**one.now, "prompt": np.asarray(scenes[one.task].instruction)},
+            {**one.latest, "prompt": np.asarray(scenes[one.task].instruction)},
             one.start_id,
             one.steps,
             one.index,
@@ -244,29 +253,28 @@ def _ask(
     return {place: chunk[:execute] for place, chunk in zip(acting, chunks, strict=True)}
 
 
-def _hear(environments: Environments, slots: Sequence[int], clock: Clock) -> dict[int, Went | Fault]:
+def _receive(environments: Environments, slots: Sequence[int], clock: Clock) -> dict[int, ChunkResult | Fault]:
     since = time.perf_counter()
-    answers = environments.hear(slots)
+    answers = environments.receive(slots)
     clock.waiting += time.perf_counter() - since
-    went = [answer for answer in answers.values() if isinstance(answer, Went)]
-    clock.steps += sum(len(each.actions) for each in went)
-    clock.simulators += sum(each.seconds for each in went)
+    results = [answer for answer in answers.values() if isinstance(answer, ChunkResult)]
+    clock.steps += sum(len(result.actions) for result in results)
+    clock.simulators += sum(result.cpu_seconds for result in results)
     return answers
 
 
-def _episode(one: _Running, ending: Ending, instruction: str, seed: int | None) -> Episode:
+def _finish(one: _RunningEpisode, status: EpisodeStatus, instruction: str, seed: int | None) -> Episode:
     actions = np.concatenate(one.actions).astype(np.float32)
     rewards = np.zeros(len(actions), np.float32)
-    rewards[-1] = ending == "success"
+    rewards[-1] = status == "success"
+    names = one.observations[0] if one.observations else ()
     return Episode(
-        observations={
-            name: np.concatenate([seen[name] for seen in one.seen]) for name in (one.seen[0] if one.seen else ())
-        },
+        observations={name: np.concatenate([part[name] for part in one.observations]) for name in names},
         actions=actions,
         rewards=rewards,
-        terminated=ending != "goes on",
-        truncated=ending == "goes on",
-        success=ending == "success",
+        terminated=status != "running",
+        truncated=status == "running",
+        success=status == "success",
         task=instruction,
         start_id=one.start_id,
         seed=seed,

@@ -11,20 +11,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from pistar.config import CriticConfig, CriticLoss
+from pistar.models.config import CriticConfig
 from pistar.models.images import resize_with_pad, to_float
 from pistar.models.pi0 import Params, Prefix
 from pistar.types import Observation, pytree
 
 _OWN_CHANNELS = (3, 32, 64, 128, 128)
+_OWN_IMAGE_SIZE, _OWN_WIDTH = 64, 256
+"""The critic's own encoder: side of its images, and width of the features it makes of them."""
 
 
 @pytree
-class Seen:
+class CriticInput:
     """What a critic sees of an observation."""
 
     features: Float[Array, "b d"]
-    """π₀'s prefix, pooled. Of width 0 where the critic looks for itself."""
+    """π₀'s prefix, pooled. Of width 0 if the critic has its own encoder."""
     state: Float[Array, "b s"]
     pictures: Float[Array, "b c p p 3"] | None
     """For the critic's own encoder; an absent camera is all zero."""
@@ -48,69 +50,68 @@ class Critic:
     cameras: tuple[str, ...]
     bounds: tuple[float, float]
     """The returns that can be reached: the range of a bounded head."""
-    loss_kind: CriticLoss
 
     def init(self, key: PRNGKeyArray) -> Params:
         """Fresh parameters, uniform with variance 2/(in + out); the last layer's bias as configured."""
         c = self.config
         keys = iter(jax.random.split(key, len(c.hidden) + 1 + len(_OWN_CHANNELS)))
         params: Params = {}
-        seen = self.state_dims + self.feature_dims
+        width = self.state_dims + self.feature_dims
         if c.encoder == "own":
-            seen += c.own_width
+            width += _OWN_WIDTH
             for i, (ins, outs) in enumerate(itertools.pairwise(_OWN_CHANNELS)):
                 params[f"encoder/{i}/kernel"] = _uniform(next(keys), (3, 3, ins, outs))
                 params[f"encoder/{i}/bias"] = jnp.zeros(outs)
-            flat = len(self.cameras) * (c.own_image_size // 16) ** 2 * _OWN_CHANNELS[-1]
-            params["encoder/out/kernel"] = _uniform(next(keys), (flat, c.own_width))
-        widths = (seen + self.horizon * self.action_dims, *c.hidden, 1)
+            flat = len(self.cameras) * (_OWN_IMAGE_SIZE // 16) ** 2 * _OWN_CHANNELS[-1]
+            params["encoder/out/kernel"] = _uniform(next(keys), (flat, _OWN_WIDTH))
+        widths = (width + self.horizon * self.action_dims, *c.hidden, 1)
         for i, (ins, outs) in enumerate(itertools.pairwise(widths)):
             params[f"{i}/kernel"] = jax.vmap(lambda k, s=(ins, outs): _uniform(k, s))(
                 jax.random.split(next(keys), c.ensemble)
             )
             params[f"{i}/bias"] = jnp.zeros((c.ensemble, outs))
-            if c.layer_norm and i < len(c.hidden):
+            if i < len(c.hidden):
                 params[f"{i}/norm/scale"] = jnp.ones((c.ensemble, outs))
                 params[f"{i}/norm/bias"] = jnp.zeros((c.ensemble, outs))
         params[f"{len(c.hidden)}/bias"] += c.output_bias
         return params
 
-    def see(self, observation: Observation, prefix: Prefix) -> Seen:
-        """What matters of an observation; nothing learnt from it flows back into π₀."""
+    def inputs(self, observation: Observation, prefix: Prefix) -> CriticInput:
+        """What the critic sees of an observation. No gradient flows back into π₀."""
         prefix = jax.lax.stop_gradient(prefix)
         if self.config.encoder == "prefix":
-            return Seen(pool(prefix.features, prefix.mask), prefix.state, None)
-        size = self.config.own_image_size
+            return CriticInput(pool(prefix.features, prefix.mask), prefix.state, None)
+        size = _OWN_IMAGE_SIZE
         pictures = [
             resize_with_pad(to_float(jnp.asarray(observation.images[name])), size, size)
             * jnp.asarray(observation.image_masks[name])[:, None, None, None]
             for name in self.cameras
         ]
         nothing = jnp.zeros((prefix.state.shape[0], 0))
-        return Seen(nothing, prefix.state, jnp.stack(pictures, axis=1))
+        return CriticInput(nothing, prefix.state, jnp.stack(pictures, axis=1))
 
     def logits(
         self,
         params: Params,
-        seen: Seen,
+        inputs: CriticInput,
         actions: Float[Array, "b *n steps dims"],
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "k b *n"]:
         """What the last layer puts out: the value itself of a linear head, its logit of a bounded one.
 
-        The first layer is summed up from its two parts, so that what was seen is multiplied once for all candidates.
+        The first layer is summed up from its two parts, so that the inputs are multiplied once for all candidates.
         """
         c = self.config
         chunks = actions[..., : self.horizon, : self.action_dims]
         chunks = chunks.reshape(chunks.shape[0], math.prod(chunks.shape[1:-2]), -1)  # a lone chunk is one candidate
-        looked = jnp.concatenate([*self._features(params, seen), seen.state.astype(jnp.float32)], axis=-1)
+        features = jnp.concatenate([*self._features(params, inputs), inputs.state.astype(jnp.float32)], axis=-1)
         kernel = params["0/kernel"]
-        of_seen = jnp.einsum("bi,kio->kbo", looked, kernel[:, : looked.shape[-1]])[:, :, None]
-        x = of_seen + jnp.einsum("bni,kio->kbno", chunks.astype(jnp.float32), kernel[:, looked.shape[-1] :])
+        of_inputs = jnp.einsum("bi,kio->kbo", features, kernel[:, : features.shape[-1]])[:, :, None]
+        x = of_inputs + jnp.einsum("bni,kio->kbno", chunks.astype(jnp.float32), kernel[:, features.shape[-1] :])
         x = x + params["0/bias"][:, None, None]
         for i in range(len(c.hidden)):
-            if c.layer_norm:
-                x = _normalised(x) * params[f"{i}/norm/scale"][:, None, None] + params[f"{i}/norm/bias"][:, None, None]
+            # Without layer norm the values of unseen actions run away.
+            x = _normalised(x) * params[f"{i}/norm/scale"][:, None, None] + params[f"{i}/norm/bias"][:, None, None]
             x = jax.nn.relu(x)
             if dropout_key is not None and c.dropout:
                 keep = jax.random.bernoulli(jax.random.fold_in(dropout_key, i), 1 - c.dropout, x.shape)
@@ -118,9 +119,11 @@ class Critic:
             x = jnp.einsum("kbni,kio->kbno", x, params[f"{i + 1}/kernel"]) + params[f"{i + 1}/bias"][:, None, None]
         return x.reshape(c.ensemble, *actions.shape[:-2])
 
-    def values(self, params: Params, seen: Seen, actions: Float[Array, "b *n steps dims"]) -> Float[Array, "k b *n"]:
+    def values(
+        self, params: Params, inputs: CriticInput, actions: Float[Array, "b *n steps dims"]
+    ) -> Float[Array, "k b *n"]:
         """Q_k(s, a_{0:h})"""
-        return self.value_of(self.logits(params, seen, actions))
+        return self.value_of(self.logits(params, inputs, actions))
 
     def value_of(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
         """lo + (hi − lo)·sigmoid(logit) for a bounded head, the logit itself for a linear one."""
@@ -130,26 +133,19 @@ class Critic:
         return low + (high - low) * jax.nn.sigmoid(logits)
 
     def loss(self, logits: Float[Array, "k b"], target: Float[Array, " b"]) -> Float[Array, "k b"]:
-        """bounded: −p·log σ(l) − (1 − p)·log(1 − σ(l)), p = (y − lo)/(hi − lo); linear: (l − y)² or Huber's, width 1.
-
-        Huber's is half the square near zero; the squared error is whole, as QC's.
-        """
+        """bounded: −p·log σ(l) − (1 − p)·log(1 − σ(l)), p = (y − lo)/(hi − lo); linear: (l − y)², as QC."""
         if self.config.head == "bounded":
             low, high = self.bounds
             p = (target - low) / (high - low)
             return -p * jax.nn.log_sigmoid(logits) - (1 - p) * jax.nn.log_sigmoid(-logits)
-        error = logits - target
-        if self.loss_kind == "squared":
-            return jnp.square(error)
-        near = jnp.minimum(jnp.abs(error), 1.0)
-        return near * (jnp.abs(error) - 0.5 * near)
+        return jnp.square(logits - target)
 
-    def _features(self, params: Params, seen: Seen) -> list[Float[Array, "b d"]]:
+    def _features(self, params: Params, inputs: CriticInput) -> list[Float[Array, "b d"]]:
         """Scaled alike, whoever made them: states and actions are normalised, PaliGemma's features are not."""
-        parts = [_normalised(seen.features.astype(jnp.float32))] if self.feature_dims else []
-        if seen.pictures is not None:
-            b, cameras = seen.pictures.shape[:2]
-            x = seen.pictures.reshape(b * cameras, *seen.pictures.shape[2:]).astype(jnp.float32)
+        parts = [_normalised(inputs.features.astype(jnp.float32))] if self.feature_dims else []
+        if inputs.pictures is not None:
+            b, cameras = inputs.pictures.shape[:2]
+            x = inputs.pictures.reshape(b * cameras, *inputs.pictures.shape[2:]).astype(jnp.float32)
             for i in range(len(_OWN_CHANNELS) - 1):
                 x = jax.lax.conv_general_dilated(
                     x, params[f"encoder/{i}/kernel"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")

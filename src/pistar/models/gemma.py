@@ -1,7 +1,7 @@
-"""Gemma with two experts that attend together: PaliGemma reads the prefix, the action expert writes the suffix.
+"""Gemma with two experts that share attention: PaliGemma reads the prefix, the action expert writes the suffix.
 
-Prefix tokens never look at the suffix. So the prefix runs alone, once, and leaves its keys and values (`KVCache`); the
-suffix runs against them, any number of times and for any number of candidates per observation.
+Prefix tokens never attend to the suffix. So the prefix is run once, and its keys and values are kept (`KVCache`); the
+suffix is run against them, any number of times and for any number of candidates per observation.
 """
 
 import functools
@@ -13,25 +13,25 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from jaxtyping import Array, Bool, Float, Int
 
-from pistar.config import GemmaConfig, Remat
+from pistar.models.config import GemmaConfig, Remat
 from pistar.models.layers import scan_layers, stack_layers
 from pistar.models.lora import Einsum, FeedForward
 from pistar.types import pytree
 
-_MASKED = -2.3819763e38  # finite, so that a row with nothing to look at averages instead of making NaN
+_MASKED = -2.3819763e38  # finite, so that a row that attends to nothing gives an average and not NaN
 _ROPE_BASE = 10_000.0
 
 
 @pytree
 class KVCache:
-    """Keys and values of one layer, or of all of them stacked in front."""
+    """Keys and values of one layer, or of all layers, stacked along the first axis."""
 
     keys: Float[Array, "*l b t k h"]
     values: Float[Array, "*l b t k h"]
 
 
 class RmsNorm(nnx.Module):
-    """x / rms(x) · (1 + scale); or, adaptively, x / rms(x) · (1 + scale(cond)) + shift(cond) and a gate(cond)."""
+    """x / rms(x) · (1 + scale); if adaptive, x / rms(x) · (1 + scale(cond)) + shift(cond), and a gate(cond)."""
 
     def __init__(self, width: int, *, adaptive: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         if adaptive:
@@ -44,7 +44,7 @@ class RmsNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t d"], cond: Float[Array, "b n d"] | None
     ) -> tuple[Float[Array, "b t d"], Float[Array, "b n 1 d"] | None]:
-        """With n conditions, each applies to an equal run of the tokens."""
+        """Normalise. With n conditions, each applies to one of n equal runs of tokens."""
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.reciprocal(jnp.sqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6))
         if not self.adaptive:
@@ -55,8 +55,8 @@ class RmsNorm(nnx.Module):
         return modulated.reshape(x.shape).astype(x.dtype), gate
 
 
-class Attention(nnx.Module):
-    """Each expert's projections in and out of the attention they share."""
+class AttentionProjections(nnx.Module):
+    """Each expert's projections into and out of the attention that the experts share."""
 
     def __init__(self, experts: tuple[GemmaConfig, ...], rngs: nnx.Rngs) -> None:
         for i, c in enumerate(experts):
@@ -76,12 +76,12 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer of all experts. The caller does the attention between `project` and `combine`."""
+    """One layer of all experts. The caller computes attention between `project` and `combine`."""
 
     def __init__(
         self, experts: tuple[GemmaConfig, ...], adaptive: tuple[bool, ...], dtype: jnp.dtype, rngs: nnx.Rngs
     ) -> None:
-        self.attn = Attention(experts, rngs)
+        self.attn = AttentionProjections(experts, rngs)
         for i, c in enumerate(experts):
             for name in ("pre_attention_norm", "pre_ffw_norm"):
                 norm = RmsNorm(c.width, adaptive=adaptive[i], dtype=dtype, rngs=rngs)
@@ -97,7 +97,7 @@ class Block(nnx.Module):
     ) -> tuple[
         Float[Array, "b t q h"], Float[Array, "b t k h"], Float[Array, "b t k h"], Float[Array, "b n 1 d"] | None
     ]:
-        """Queries, keys, values, and the gate of this half's residual."""
+        """Compute queries, keys, values, and the gate of attention's residual."""
         normed, gate = getattr(self, expert_name("pre_attention_norm", expert))(x, cond)
         q = rope(getattr(self.attn, expert_name("q_einsum", expert))(normed), positions)
         k, v = getattr(self.attn, expert_name("kv_einsum", expert))(normed)
@@ -111,7 +111,7 @@ class Block(nnx.Module):
         gate: Float[Array, "b n 1 d"] | None,
         cond: Float[Array, "b n d"] | None = None,
     ) -> Float[Array, "b t d"]:
-        """The residual stream after attention and feed-forward."""
+        """Compute the residual stream after attention and feed-forward."""
         out = getattr(self.attn, expert_name("attn_vec_einsum", expert))(attended)
         x = _residual(x, out, gate)
         normed, gate = getattr(self, expert_name("pre_ffw_norm", expert))(x, cond)
@@ -119,14 +119,14 @@ class Block(nnx.Module):
 
 
 class Embedder(nnx.Module):
-    """The vocabulary."""
+    """Token embeddings."""
 
     def __init__(self, vocab_size: int, width: int, rngs: nnx.Rngs) -> None:
         self.input_embedding = nnx.Param(initializers.normal(stddev=0.01)(rngs.params(), (vocab_size, width)))
 
 
 class Gemma(nnx.Module):
-    """A stack of `Block`s. Expert 0 is PaliGemma's; π₀ adds the action expert as number 1."""
+    """A stack of `Block`s. Expert 0 is PaliGemma's language model; π₀ adds the action expert as expert 1."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Gemma(nnx.Module):
             self.final_norm_1 = RmsNorm(experts[1].width, adaptive=adaptive[1], dtype=dtype, rngs=rngs)
 
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """Token embeddings, scaled by √width."""
+        """Look up token embeddings, scaled by √width."""
         table = self.embedder.input_embedding
         embedded = table[tokens]
         return (embedded * jnp.sqrt(table.shape[-1]).astype(embedded.dtype)).astype(self.dtype)
@@ -154,7 +154,7 @@ class Gemma(nnx.Module):
     def prefix(
         self, tokens: Float[Array, "b t d"], mask: Bool[Array, "b t t"], positions: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t d"], KVCache]:
-        """Run expert 0 over its tokens: their outputs, and the keys and values for whoever looks at them later."""
+        """Run expert 0 over its tokens. Returns outputs, and keys and values for the suffix to attend to."""
 
         def step(x: Array, block: Block, _: None) -> tuple[Array, KVCache]:
             q, k, v, gate = block.project(0, x, positions)
@@ -173,10 +173,10 @@ class Gemma(nnx.Module):
         prefix_mask: Bool[Array, "b t"],
         cond: Float[Array, "b n d"] | None,
     ) -> Float[Array, "b n h d"]:
-        """Run expert 1 over n candidate chunks per observation, all looking at the same cached prefix.
+        """Run expert 1 over n candidate chunks per observation, all of which attend to the same cached prefix.
 
-        The state's tokens (π₀ has one, π₀.₅ none) see the prefix and themselves, so there is one set of them for all
-        candidates. Actions see the prefix, the state and their own candidate.
+        The state's tokens (π₀ has one, π₀.₅ none) attend to the prefix and themselves, so all candidates share them.
+        Actions attend to the prefix, the state and their own candidate.
         """
         b, n, h, _ = actions.shape
         m = state.shape[1]
@@ -201,24 +201,24 @@ class Gemma(nnx.Module):
 
 
 def expert_name(name: str, expert: int) -> str:
-    """OpenPI's parameter names: expert 0 has the bare name, so that PaliGemma's own weights load."""
+    """Give OpenPI's parameter name: expert 0 has the bare name, so that PaliGemma's own weights load."""
     return name if expert == 0 else f"{name}_{expert}"
 
 
 Segment = tuple[Array, Array, Array | None]
-"""Keys and values, `[b, n, t, k, h]` or `[b, t, k, h]` for all candidates alike, and who may look at them."""
+"""Keys, values and mask. `[b, n, t, k, h]`, or `[b, t, k, h]` if all candidates share them."""
 
 
 def attend(q: Float[Array, "b n s q h"], segments: Sequence[Segment]) -> Float[Array, "b n s q h"]:
-    """Attention of n candidates over several segments of keys, jointly: softmax([q·k₁, q·k₂ …])·[v₁, v₂ …].
+    """Compute attention of n candidates over several segments of keys, jointly: softmax([q·k₁, q·k₂ …])·[v₁, v₂ …].
 
-    The segments are never laid side by side, and one that the candidates share is read where it is, not copied n times.
-    Masks broadcast against `[b, n, s, t]`; None lets everybody look.
+    Segments are never concatenated, and one that the candidates share is not copied n times. Masks broadcast against
+    `[b, n, s, t]`; None masks nothing.
     """
     b, n, s, heads, dim = q.shape
     kv_heads = segments[0][0].shape[-2]
-    # Key/value heads to the front, all queries of such a head side by side: plain batched matrix products.
-    # With a single key/value head, as in every π₀, none of this moves a byte.
+    # Key/value heads come first, with all queries of a head together: plain batched matrix products.
+    # With a single key/value head, as in every π₀, no data is moved.
     q = jnp.moveaxis(q.reshape(b, n, s, kv_heads, -1, dim), 3, 1).reshape(b, kv_heads, n, -1, dim)
 
     def logits(keys: Array, mask: Array | None) -> Array:
@@ -238,7 +238,7 @@ def attend(q: Float[Array, "b n s q h"], segments: Sequence[Segment]) -> Float[A
 
 
 def _matmul(x: Float[Array, "b k n q i"], matrix: Float[Array, "b k *n i o"]) -> Float[Array, "b k n q o"]:
-    """x·matrix in float32, with a matrix for each candidate or one that all of them share."""
+    """Compute x·matrix in float32, with one matrix per candidate or one that all candidates share."""
     if matrix.ndim == x.ndim:
         return jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
     b, k, n, q, i = x.shape
@@ -247,7 +247,7 @@ def _matmul(x: Float[Array, "b k n q i"], matrix: Float[Array, "b k *n i o"]) ->
 
 @jax.custom_jvp
 def _joint_softmax(logits: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Softmax over the last axes of several arrays, as if they were one."""
+    """Compute the softmax over the last axes of several arrays, as if they were concatenated."""
     highest = functools.reduce(jnp.maximum, [part.max(axis=-1, keepdims=True) for part in logits])
     powers = [jnp.exp(part - highest) for part in logits]
     total = functools.reduce(jnp.add, [power.sum(axis=-1, keepdims=True) for power in powers])
@@ -258,7 +258,7 @@ def _joint_softmax(logits: tuple[Array, ...]) -> tuple[Array, ...]:
 def _joint_softmax_jvp(
     primals: tuple[tuple[Array, ...]], tangents: tuple[tuple[Array, ...]]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """dw = w·(dl − Σ w·dl): nothing but the weights is kept for the backward pass."""
+    """dw = w·(dl − Σ w·dl): only the weights are kept for the backward pass."""
     weights = _joint_softmax(*primals)
     moved = [w * dl for w, dl in zip(weights, tangents[0], strict=True)]
     mean = functools.reduce(jnp.add, [m.sum(axis=-1, keepdims=True) for m in moved])
@@ -266,9 +266,9 @@ def _joint_softmax_jvp(
 
 
 def attention_mask(valid: Bool[Array, "b t"], starts_block: Bool[Array, " t"]) -> Bool[Array, "b t t"]:
-    """Who sees whom: a token sees its own block and all before it; padding neither sees nor is seen.
+    """Make a mask: a token attends to its own block and all blocks before it; padding is masked both ways.
 
-    `starts_block[i]` is true where token i opens a block that earlier tokens may not look into.
+    `starts_block[i]` is true where token i starts a block that earlier tokens do not attend to.
     """
     block = jnp.cumsum(starts_block)
     sees = block[None, :] <= block[:, None]
@@ -276,14 +276,14 @@ def attention_mask(valid: Bool[Array, "b t"], starts_block: Bool[Array, " t"]) -
 
 
 def rope(x: Float[Array, "b t k h"], positions: Int[Array, "b t"]) -> Float[Array, "b t k h"]:
-    """Rotary position embedding on the two halves of each head."""
+    """Apply rotary position embeddings to the two halves of each head."""
     dim = x.shape[-1]
     timescale = _ROPE_BASE ** ((2.0 / dim) * jnp.arange(dim // 2, dtype=jnp.float32))
     radians = (positions[..., None] / timescale)[..., None, :]
     sin, cos = jnp.sin(radians), jnp.cos(radians)
     first, second = jnp.split(x, 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def _residual(

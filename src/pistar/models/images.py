@@ -1,7 +1,7 @@
-"""Pictures on the device: bytes to floats, resizing with padding, and the training augmentation.
+"""Images on the device: convert bytes to floats, resize with padding, augment for training.
 
-The augmentation is OpenPI's, to the sample: same keys, same picture. OpenPI writes it with augmax, which works pixel by
-pixel; this is the same arithmetic on whole planes, several times cheaper, and without augmax in the compiled step.
+The same key gives the same augmented image as in OpenPI. OpenPI uses augmax, which works pixel by pixel; this is the
+same arithmetic on whole planes, several times cheaper, and needs no augmax.
 """
 
 import jax
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt8
 
 CROP = 0.95
-"""Side of the random crop, as a part of the side of the picture."""
+"""Side of the random crop, as a fraction of the image's side."""
 MAX_ANGLE = 5.0
-"""Degrees a picture is rotated at most, either way."""
+"""Largest rotation in degrees, in either direction."""
 BRIGHTNESS, CONTRAST, HUE = 0.3, 0.4, 0.1
-"""How far the colours wander. OpenPI asks for no hue, and gets augmax's default; it asks for saturation 0.5, and gets
-none, because augmax drops that result."""
+"""Largest changes of colour. OpenPI sets no hue and gets augmax's default; it sets saturation 0.5, which has no effect,
+because augmax drops that result."""
 JITTER_PROBABILITY = 0.5
-"""How often a sample's colours are touched at all: another default of augmax."""
+"""Probability that a sample's colours change at all: a default of augmax."""
 
 
 def to_float(images: UInt8[Array, "*b h w 3"] | Float[Array, "*b h w 3"]) -> Float[Array, "*b h w 3"]:
-    """x / 255 · 2 − 1 for bytes; floats are in [-1, 1] already and pass."""
+    """x / 255 · 2 − 1 for bytes. Floats are in [-1, 1] already and stay as they are."""
     if images.dtype == jnp.uint8:
         return images.astype(jnp.float32) / 255.0 * 2.0 - 1.0
     return images
@@ -29,7 +29,7 @@ def to_float(images: UInt8[Array, "*b h w 3"] | Float[Array, "*b h w 3"]) -> Flo
 def resize_with_pad(
     images: UInt8[Array, "*b _ _ c"] | Float[Array, "*b _ _ c"], height: int, width: int
 ) -> UInt8[Array, "*b {height} {width} c"] | Float[Array, "*b {height} {width} c"]:
-    """The largest undistorted picture that fits, antialiased, centred on black (0 for bytes, -1 for floats)."""
+    """Resize to fit, undistorted and antialiased, centred on black (0 for bytes, -1 for floats)."""
     old_height, old_width, channels = images.shape[-3:]
     if (old_height, old_width) == (height, width):
         return images
@@ -46,16 +46,16 @@ def resize_with_pad(
 
 
 def augment(key: Key[Array, ""], images: dict[str, Float[Array, "b h w 3"]]) -> dict[str, Float[Array, "b h w 3"]]:
-    """Crop, rotate and recolour pictures in [-1, 1]; wrist cameras, whose view is the hand's, are only recoloured.
+    """Crop, rotate and recolour images in [-1, 1]. Images of wrist cameras are only recoloured.
 
-    Every camera draws from the same keys, one per sample.
+    All cameras use the same keys, one per sample.
     """
     return {name: _augment_camera(key, image, move="wrist" not in name) for name, image in images.items()}
 
 
 def _augment_camera(key: Key[Array, ""], images: Float[Array, "b h w 3"], move: bool) -> Float[Array, "b h w 3"]:
     def augment_one(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[Array, "h w 3"]:
-        # Here and below keys are split as augmax's nested chains split them: a key means the same picture to both.
+        # Here and below keys are split as in augmax's nested chains, so that a key gives the same image.
         if move:
             move_key, colour_key = jax.random.split(key)
             image = _crop_and_rotate(move_key, image)
@@ -63,12 +63,12 @@ def _augment_camera(key: Key[Array, ""], images: Float[Array, "b h w 3"], move: 
             (colour_key,) = jax.random.split(key, 1)
         return _jitter_colours(colour_key, image)
 
-    # In [0, 1] on the way, so that black is zero.
+    # Computed in [0, 1], where black is zero.
     return jax.vmap(augment_one)(jax.random.split(key, len(images)), images / 2.0 + 0.5) * 2.0 - 1.0
 
 
 def _crop_and_rotate(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[Array, "h w 3"]:
-    """One bilinear look-up in the picture for crop, resize and rotation together; outside of it is black."""
+    """Crop, resize and rotate by one bilinear look-up in the image. Outside of the image is black."""
     height, width = image.shape[:2]
     crop_height, crop_width = int(height * CROP), int(width * CROP)
     crop_key, _, angle_key = jax.random.split(key, 3)
@@ -82,7 +82,7 @@ def _crop_and_rotate(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float
     from_y = (crop_height / height) * (cos * y + sin * x) + centre[0] + middle_y
     from_x = (crop_width / width) * (cos * x - sin * y) + centre[1] + middle_x
 
-    # With a black frame around it every neighbour exists, and all that lies farther out is black as well.
+    # With a black frame every neighbour exists, and everything farther out is black too.
     framed = jnp.pad(image, ((1, 1), (1, 1), (0, 0)))
     from_y, from_x = (from_y + 1).clip(0, height + 1), (from_x + 1).clip(0, width + 1)
     top, left = from_y.astype(jnp.int32).clip(max=height), from_x.astype(jnp.int32).clip(max=width)
@@ -98,7 +98,7 @@ def _crop_and_rotate(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float
 
 
 def _jitter_colours(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[Array, "h w 3"]:
-    """Brightness, contrast and hue of a picture in [0, 1], by way of hue, chroma and value."""
+    """Change brightness, contrast and hue of an image in [0, 1], through hue, chroma and value."""
     (key,) = jax.random.split(key, 1)
     brightness_key, contrast_key, hue_key, _, _ = jax.random.split(key, 5)
     brightness = jax.random.uniform(brightness_key, minval=-BRIGHTNESS, maxval=BRIGHTNESS)
@@ -108,9 +108,9 @@ def _jitter_colours(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[
     red, green, blue = image[..., 0], image[..., 1], image[..., 2]
     value = image.max(-1)
     chroma = value - image.min(-1)
-    # Hue in sixths of the circle: red 0, green 2, blue 4, and from there towards the second strongest colour. Each
-    # with its own place, so that of two equally strong ones either will do: a channel that XLA computes again for
-    # another use may be rounded otherwise there.
+    # Hue in sixths of a circle: red 0, green 2, blue 4, and from there towards the second strongest colour. If two
+    # colours are equally strong, both formulas give the same hue: XLA may compute a channel twice and round it
+    # differently, so either may be chosen.
     sixth = jnp.where(chroma == 0, 1, chroma)
     of_green, of_blue = 2 + (blue - red) / sixth, 4 + (red - green) / sixth
     hue = jnp.where((red >= green) & (red >= blue), (green - blue) / sixth, jnp.where(green >= blue, of_green, of_blue))
@@ -121,14 +121,14 @@ def _jitter_colours(key: Key[Array, ""], image: Float[Array, "h w 3"]) -> Float[
     hue = hue + 6 * hue_shift
 
     corner = jnp.array([5, 3, 1]) + hue[..., None]
-    corner = corner - 6 * jnp.floor(corner / 6)  # mod, at half its cost
+    corner = corner - 6 * jnp.floor(corner / 6)  # modulo 6, at half the cost of jnp.mod
     away = jnp.minimum(corner, 4 - corner).clip(0, 1)
     jittered = value[..., None] * (1 - saturation[..., None] * away)
     return jnp.where(jax.random.bernoulli(key, JITTER_PROBABILITY), jittered, image)
 
 
 def _adjust_contrast(value: Float[Array, "h w"], contrast: Float[Array, ""]) -> Float[Array, "h w"]:
-    """A line of slope s = tan((contrast + 1)·π/4) through the grey middle, bent to slope 1/s to end in 0 and 1."""
+    """Apply a line of slope s = tan((contrast + 1)·π/4) through mid-grey, with slope 1/s towards 0 and 1."""
     slope = jnp.tan((contrast + 1) * (jnp.pi / 4))
     knee = slope / (2 * (1 + slope))
     middle = slope * (value - 0.5) + 0.5

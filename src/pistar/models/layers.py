@@ -1,4 +1,4 @@
-"""Layers of one shape, stacked along a leading axis and run by one compiled body."""
+"""Stack layers of the same shape along a leading axis, and run them with one compiled body."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from pistar.config import Remat
+from pistar.models.config import Remat
 
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
@@ -17,7 +17,7 @@ Y = TypeVar("Y")
 
 
 def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M:
-    """`depth` independent layers as one module whose every parameter has a leading axis of that length."""
+    """Make `depth` independent layers as one module, whose parameters have a leading axis of that length."""
     stacked: M = nnx.vmap(make)(rngs.split(depth))
     return stacked
 
@@ -25,7 +25,7 @@ def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M
 def scan_layers(
     step: Callable[[Carry, M, X], tuple[Carry, Y]], layers: M, carry: Carry, xs: X, *, remat: Remat
 ) -> tuple[Carry, Y]:
-    """carry, y_i = step(carry, layer_i, xs_i) for every layer, in order; the y_i come back stacked."""
+    """carry, y_i = step(carry, layer_i, xs_i) for every layer in order. Returns carry and the stacked y_i."""
     graph, params = nnx.split(layers)
 
     def body(carry: Carry, layer: tuple[Any, Any]) -> tuple[Carry, Y]:
@@ -36,9 +36,9 @@ def scan_layers(
 
 
 def _spread_rows(tree: T) -> T:
-    """Rows spread over all devices of the mesh in force (`jax.set_mesh`), if there is one.
+    """Spread rows over all devices of the current mesh (`jax.set_mesh`), if there is one.
 
-    Without this XLA may rather split activations as the weights are split, and hold every row on every device.
+    Without this XLA may split activations as the weights are split, and keep every row on every device.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -56,5 +56,5 @@ def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any
         return body
     policies = jax.checkpoint_policies
     policy = policies.dots_with_no_batch_dims_saveable if remat == "dots" else policies.nothing_saveable
-    # prevent_cse guards against XLA undoing the recomputation; a scan's body is safe from that already.
+    # prevent_cse stops XLA from undoing the recomputation, which a scan prevents already.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)

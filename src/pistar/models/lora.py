@@ -1,4 +1,4 @@
-"""A weight and its low-rank adapter, contracted as OpenPI contracts them; and the two made one weight."""
+"""Weights with low-rank adapters, computed as in OpenPI, and merging an adapter into its weight."""
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +7,19 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
-from pistar.config import LoraConfig
+from pistar.models.config import LoraConfig
 
 Axes = int | tuple[int, ...]
 
-_adapter_init = initializers.normal(stddev=0.01)  # OpenPI draws both halves: its adapters do not start at zero
+# OpenPI initialises both halves at random: its adapters do not start at zero.
+_adapter_init = initializers.normal(stddev=0.01)
 
 
 class Einsum(nnx.Module):
     """x·w, plus (α/r)·(x·a)·b with an adapter.
 
-    The adapter's two equations are the weight's own with its last two axes split by the rank axis `l`. For the
-    attention output ("...nh,nhd->...d") this sums over the heads between a and b: the adapter is not one per head.
+    The adapter's two equations are the weight's, with the rank axis `l` between its last two axes. For attention's
+    output ("...nh,nhd->...d") this sums over heads between a and b: the heads do not have separate adapters.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Einsum(nnx.Module):
 
 
 def _adapter_equations(equation: str) -> tuple[str, str]:
-    """("...d,ndh->...nh") gives ("...d,ndl->...nl", "...nl,nlh->...nh")."""
+    """Split "...d,ndh->...nh" into ("...d,ndl->...nl", "...nl,nlh->...nh")."""
     inputs, out = equation.split("->")
     x, w = inputs.split(",")
     low = out.replace(w[-1], "l")
@@ -82,9 +83,8 @@ class FeedForward(nnx.Module):
 
         y = x @ weight()
         if self.has_lora:
-            y += (
-                x @ weight("_lora_a") @ weight("_lora_b")
-            )  # unscaled, whatever alpha says: OpenPI's checkpoints need it
+            # Not scaled by alpha: OpenPI's checkpoints are trained so.
+            y += x @ weight("_lora_a") @ weight("_lora_b")
         return y
 
 
@@ -92,7 +92,7 @@ class FeedForward(nnx.Module):
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """The two halves of the adapter that a weight of this name would have."""
+    """Give the names of the two halves of a weight's adapter."""
     stem = name.removesuffix("/w")
     between = "/" if stem != name else "_"
     return f"{stem}{between}lora_a", f"{stem}{between}lora_b"
@@ -106,10 +106,10 @@ def merge_adapter(
     *,
     alpha: float,
 ) -> Float[np.ndarray, "*n i o"]:
-    """One layer's weight that does what it and its adapter do: w + s·a·b, multiplied in float64.
+    """w + s·a·b for one layer, multiplied in float64: does what weight and adapter do together.
 
-    With OpenPI's two peculiarities: s is α/r in attention and 1 in the feed-forward; and the attention's output sums
-    over heads between a and b, so that each head's a meets the sum of all heads' b.
+    As in OpenPI, s is α/r in attention and 1 in the feed-forward; and attention's output sums over heads between a and
+    b, so that each head's a is multiplied by the sum of all heads' b.
     """
     scale = alpha / a.shape[-1] if name.endswith("/w") else 1.0
     wide_b = b.astype(np.float64)

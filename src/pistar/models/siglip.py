@@ -1,4 +1,4 @@
-"""SigLIP's vision tower: pictures to tokens of the language model's width."""
+"""SigLIP's vision tower: turns images into tokens of the language model's width."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,12 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
-from pistar.config import Remat, SiglipConfig
+from pistar.models.config import Remat, SiglipConfig
 from pistar.models.layers import scan_layers, stack_layers
 
 
 def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """In float32, to be cast after: given a bfloat16 dtype, NNX scales and shifts in bfloat16, and OpenPI does not."""
+    """Make a layer norm in float32, as in OpenPI. With dtype bfloat16, NNX would also scale and shift in bfloat16."""
     return nnx.LayerNorm(width, dtype=jnp.float32, rngs=rngs)
 
 
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Two layers with a GELU between."""
+    """Two layers with a GELU between them."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         init, bias = initializers.xavier_uniform(), initializers.normal(1e-6)
@@ -52,7 +52,7 @@ class Mlp(nnx.Module):
 
 
 class EncoderBlock(nnx.Module):
-    """Pre-norm transformer block."""
+    """A pre-norm transformer block."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.LayerNorm_0 = _layer_norm(config.width, rngs)
@@ -66,7 +66,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """The blocks, stacked along a leading axis, and the norm after them."""
+    """The blocks, stacked along a leading axis, and the norm that follows them."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.encoderblock = stack_layers(lambda r: EncoderBlock(config, dtype, r), config.depth, rngs)
@@ -74,7 +74,7 @@ class Encoder(nnx.Module):
 
 
 class Siglip(nnx.Module):
-    """Pictures in [-1, 1] to one token per patch, without pooling."""
+    """Turns images in [-1, 1] into one token per patch, without pooling."""
 
     def __init__(
         self, config: SiglipConfig, *, image_size: int, out_width: int, dtype: jnp.dtype, remat: Remat, rngs: nnx.Rngs
@@ -89,7 +89,7 @@ class Siglip(nnx.Module):
         self.head = nnx.Linear(config.width, out_width, dtype=dtype, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b t d"]:
-        patches = self.embedding(images.astype(jnp.float32))  # patches and positions in f32, then the compute dtype
+        patches = self.embedding(images.astype(jnp.float32))  # patches and positions in float32, then the compute dtype
         x = patches.reshape(patches.shape[0], -1, patches.shape[-1]) + self.pos_embedding[...].astype(jnp.float32)
 
         def step(x: Array, block: EncoderBlock, _: None) -> tuple[Array, None]:

@@ -1,4 +1,4 @@
-"""Prompts as π₀ and π₀.₅ were trained to read them: PaliGemma's tokens, in OpenPI's format."""
+"""Tokenise prompts for π₀ and π₀.₅: PaliGemma's tokens, in OpenPI's format."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int, Int32
 from pistar.errors import UserError
 
 TINY_TOKENIZER = Path(__file__).parent / "tokenizers" / "tiny.model"
-"""512 pieces of our own, for the tiny models (tools/train_tiny_tokenizer.py)."""
+"""pistar's own tokenizer of 512 pieces, for the tiny models (tools/train_tiny_tokenizer.py)."""
 
 PALIGEMMA_VOCAB = 257_152
-"""Pieces of PaliGemma's tokenizer, and the vocabulary of every π₀ that OpenPI trained."""
+"""Size of PaliGemma's tokenizer, and of the vocabulary of every π₀ that OpenPI trained."""
 
 _PALIGEMMA_FILE = Path("big_vision", "paligemma_tokenizer.model")
 _PALIGEMMA_URL = "https://storage.googleapis.com/big_vision/paligemma_tokenizer.model"
@@ -31,52 +31,52 @@ logger = logging.getLogger(__name__)
 def discretize_state(state: Float[np.ndarray, "*b s"]) -> Int[np.ndarray, "*b s"]:
     """bin(x) = #{k : e_k ≤ x} − 1, e_k = −1 + k/128, k = 0..255; so 0..255 inside [−1, 1], −1 below, 255 above."""
     if np.isnan(state).any():
-        # π₀.₅ sees the state only through these numbers, and NaN would pass for the largest one.
-        raise UserError(f"The state {state.tolist()} has NaN, which no prompt can hold; drop or mend that episode.")
+        # π₀.₅ sees the state only through these numbers, and NaN would become the largest one.
+        raise UserError(f"The state {state.tolist()} has NaN, which no prompt can hold; drop or repair that episode.")
     bins: np.ndarray = np.digitize(state, _BIN_EDGES) - 1
     return bins
 
 
 @functools.cache
 def _warn_of_truncation(max_len: int) -> None:
-    """Once per process and length: a dataset repeats its prompts a million times."""
+    """Warn once per process and length: a dataset repeats its prompts a million times."""
     logger.warning(
-        "A prompt has more than max_token_len=%d tokens and loses its end, as it would in OpenPI; "
-        "raise max_token_len or shorten the prompt. Further ones are cut without a word.",
+        "A prompt has more than max_token_len=%d tokens and its end is cut off, as in OpenPI; "
+        "raise max_token_len or shorten the prompt. This warning is not repeated.",
         max_len,
     )
 
 
 @functools.lru_cache(maxsize=1024)
 def _encode(pieces: sentencepiece.SentencePieceProcessor, text: str) -> tuple[int, ...]:
-    """Kept: a policy is asked with the same words a thousand times a second."""
+    """Encode a prompt. Results are cached, because a policy gets the same prompt a thousand times a second."""
     return (*pieces.encode(text, add_bos=True), *pieces.encode("\n"))
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
-    """Text, and for π₀.₅ the state, to token ids of a fixed length. Made by `load_tokenizer`."""
+    """Turns text, and for π₀.₅ the state, into token ids of a fixed length. Made by `load_tokenizer`."""
 
     pieces: sentencepiece.SentencePieceProcessor
     sha256: str
-    """Of the file's bytes: what a checkpoint's contract records."""
+    """Hash of the file's bytes, which a checkpoint's contract records."""
     max_len: int
-    """Tokens of every prompt, padding included: the model's max_token_len."""
+    """Length of every prompt in tokens, with padding: the model's max_token_len."""
 
     @property
     def vocab_size(self) -> int:
-        """How many pieces there are."""
+        """Number of pieces."""
         return int(self.pieces.vocab_size())
 
     def encode(self, prompt: str, state: Float[np.ndarray, " s"] | None = None) -> list[int]:
-        """All token ids, neither padded nor truncated: BOS text "\\n", or "Task: …, State: …;\\nAction: " with a state.
+        """Encode BOS text "\\n", or "Task: …, State: …;\\nAction: " with a state. Neither padded nor truncated.
 
-        The state is normalised and not padded: one number per joint of the robot. OpenPI gives it to π₀.₅, except where
+        The state is normalised and not padded: one number per joint of the robot. OpenPI gives it to π₀.₅, except if
         `discrete_state_input` is off, as in its pi05_libero.
         """
-        text = as_read(prompt)
+        text = clean_prompt(prompt)
         if state is None:
-            # Encoded alone, so that it is always the same token: it tells the model to begin its answer.
+            # The newline is encoded separately, so that it is always the same token: it starts the model's answer.
             ids = _encode(self.pieces, text)
         else:
             numbers = " ".join(map(str, discretize_state(state)))
@@ -86,7 +86,7 @@ class PromptTokenizer:
     def tokenize(
         self, prompt: str, state: Float[np.ndarray, " s"] | None = None
     ) -> tuple[Int32[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
-        """Token ids padded with 0 to max_len, and True where a token is real."""
+        """Give token ids padded with 0 to max_len, and a mask that is True for real tokens."""
         ids = self.encode(prompt, state)
         if len(ids) > self.max_len:
             _warn_of_truncation(self.max_len)
@@ -96,17 +96,17 @@ class PromptTokenizer:
         return tokens, np.arange(self.max_len) < len(ids)
 
 
-def as_read(prompt: str) -> str:
-    """A prompt as the model is given it: OpenPI's cleaning."""
+def clean_prompt(prompt: str) -> str:
+    """Clean a prompt as OpenPI does: strip it, and turn underscores and newlines into spaces."""
     return prompt.strip().replace("_", " ").replace("\n", " ")
 
 
 def find_tokenizer(path: Path | None = None) -> Path:
-    """PaliGemma's file: where the path says, else in $OPENPI_DATA_HOME, else in OpenPI's own cache."""
+    """Find PaliGemma's tokenizer file: at the path if one is given, else in $OPENPI_DATA_HOME or OpenPI's cache."""
     home = os.environ.get("OPENPI_DATA_HOME")
     from_env = Path(home).expanduser() / _PALIGEMMA_FILE if home else None
     default = Path("~/.cache/openpi").expanduser() / _PALIGEMMA_FILE
-    # A path that was asked for is not silently replaced by another file.
+    # A given path is never silently replaced by another file.
     for candidate in [path] if path else [from_env, default]:
         if candidate and candidate.is_file():
             return candidate
@@ -119,13 +119,13 @@ def find_tokenizer(path: Path | None = None) -> Path:
 
 
 def load_tokenizer(source: str | Path | None, max_len: int) -> PromptTokenizer:
-    """The tokenizer at a path, or "tiny" for the one that ships with pistar, or None to look for PaliGemma's."""
+    """Load the tokenizer at a path; "tiny" is the one that ships with pistar, None searches for PaliGemma's."""
     if source == "tiny":
         source = TINY_TOKENIZER
     path = find_tokenizer(Path(source).expanduser() if source else None)
     try:
         data = path.read_bytes()
-        if not data:  # SentencePiece takes no bytes for "load later"
+        if not data:  # SentencePiece would accept it and load nothing
             raise RuntimeError("it is empty")
         pieces = sentencepiece.SentencePieceProcessor(model_proto=data)
     except (OSError, RuntimeError) as error:
@@ -143,7 +143,7 @@ def load_tokenizer(source: str | Path | None, max_len: int) -> PromptTokenizer:
 
 
 def check_vocab(tokenizer: PromptTokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids the model has no embedding for, or was not trained with."""
+    """Refuse a tokenizer with ids that the model has no embedding for, or was not trained with."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"The tokenizer has {tokenizer.vocab_size} pieces but the model embeds only {vocab_size}; "
@@ -161,5 +161,5 @@ def check_same_tokenizer(tokenizer: PromptTokenizer, sha256: str) -> None:
     if tokenizer.sha256 != sha256:
         raise UserError(
             f"The tokenizer's sha256 is {tokenizer.sha256[:12]}… but the checkpoint was trained with {sha256[:12]}…; "
-            "the same words would get other tokens, point the tokenizer at the file of that training run."
+            "the same words would get other tokens, use the tokenizer of that training run."
         )

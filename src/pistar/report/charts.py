@@ -1,49 +1,25 @@
-"""Pictures as SVG text: no plotting library, and a page can carry them inside itself."""
+"""Charts as SVG text: they need no plotting library, and an HTML page can contain them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 
 import numpy as np
 from jaxtyping import Float
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d5d5d", "#b8860b")
-"""Okabe and Ito's, told apart by colour-blind readers too."""
+"""Okabe and Ito's palette, which colour-blind readers can distinguish."""
 _WIDTH, _HEIGHT, _GAP = 200, 110, 16
+"""Size of a small chart, and the space between two, in pixels."""
 _LEFT, _TOP = 40, 22
+"""Space for a small chart's scale on its left and its name above it."""
 _BAR_WIDTH = 640
 
 
-def small_multiples(panels: Mapping[str, Float[np.ndarray, "lines points"]], *, title: str, columns: int = 4) -> str:
-    """One small chart per name, each with its own scale and a line per row of its array."""
-    rows = math.ceil(len(panels) / columns)
-    width = columns * (_WIDTH + _LEFT + _GAP) + _GAP
-    height = 56 + rows * (_HEIGHT + _TOP + 2 * _GAP) + _GAP
-    drawn = [
-        _panel(
-            name,
-            lines,
-            x=_GAP + (i % columns) * (_WIDTH + _LEFT + _GAP) + _LEFT,
-            y=56 + (i // columns) * (_HEIGHT + _TOP + 2 * _GAP) + _TOP,
-        )
-        for i, (name, lines) in enumerate(panels.items())
-    ]
-    return _svg(width, height, title, drawn)
-
-
-def _svg(width: int, height: int, title: str, drawn: Iterable[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="11" fill="#222">'
-        f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text x="{_GAP}" y="30" font-size="16">{escape(title)}</text>' + "".join(drawn) + "</svg>\n"
-    )
-
-
 def stacked_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: str, limit: float | None = None) -> str:
-    """A bar per name, of parts end to end on one scale, with a legend; `limit` is a line across all of them."""
+    """Draw one bar per name, made of parts end to end, with a legend; `limit` is a line across every bar."""
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
-    palette = (*COLOURS, "#882255")  # a ninth, that all parts of a run may differ
+    palette = (*COLOURS, "#882255")  # a ninth colour, so that all parts of a run differ
     colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
     totals = {bar: sum(parts.values()) for bar, parts in bars.items()}
     scale = _BAR_WIDTH / (max(*totals.values(), limit or 0.0) * 1.05 or 1.0)
@@ -78,12 +54,15 @@ def success_chart(
     *,
     title: str,
 ) -> str:
-    """How often each succeeded: (successes, of, low, high) by name, with the interval; below, numbers by their step."""
+    """Draw success rates as bars, and small charts of curves below them.
+
+    `bars`: by name, (successes, episodes, lower and upper end of the interval). `curves`: by name, values by step.
+    """
     label, bar, row = 190, 430, 34
     drawn = []
-    for i, (name, (won, of, low, high)) in enumerate(bars.items()):
+    for i, (name, (successes, episodes, low, high)) in enumerate(bars.items()):
         y = 56 + row * i
-        rate, middle = won / max(of, 1), y + 11
+        rate, middle = successes / max(episodes, 1), y + 11
         drawn += [
             f'<text x="{label - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>',
             f'<rect x="{label}" y="{y}" width="{bar}" height="22" fill="#f0f0f0"/>',
@@ -95,16 +74,15 @@ def success_chart(
                 'stroke="#222" stroke-width="1.5"/>'
                 for end in (low, high)
             ),
-            f'<text x="{label + bar + 8}" y="{y + 15}">{won} of {of}</text>',
+            f'<text x="{label + bar + 8}" y="{y + 15}">{successes} of {episodes}</text>',
         ]
     top, columns = 56 + row * len(bars) + _GAP + _TOP, 4
     drawn += [
         _panel(
             name,
-            np.array([list(points.values())], np.float64),
+            points,
             x=_GAP + (i % columns) * (_WIDTH + _LEFT + _GAP) + _LEFT,
             y=top + (i // columns) * (_HEIGHT + _TOP + 2 * _GAP),
-            steps=list(points),
         )
         for i, (name, points) in enumerate(curves.items())
     ]
@@ -114,7 +92,7 @@ def success_chart(
 
 
 def curve_chart(panels: Mapping[str, Mapping[str, Mapping[int, float]]], *, title: str, across: str) -> str:
-    """Charts side by side; in each a line per name, of numbers by their step, and one legend for all."""
+    """Draw charts side by side, each with one line per name through its values by step, and one legend for all."""
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     wide, high, left, top = 360, 240, 44, 76
     drawn = []
@@ -152,7 +130,7 @@ def curve_chart(panels: Mapping[str, Mapping[str, Mapping[int, float]]], *, titl
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Two to six between the two, as one would write them down."""
+    """Return two to six round numbers between the two, for a scale."""
     size = 10.0 ** math.floor(math.log10(high - low))
     step = next(part * size for part in (0.2, 0.25, 0.5, 1.0, 2.0) if (high - low) / (part * size) <= 6)
     first = math.ceil(low / step)
@@ -160,35 +138,30 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def padded_range(lines: Float[np.ndarray, "lines points"]) -> tuple[float, float]:
-    """What a chart of the lines should span, NaN and Inf left out."""
+    """Return the range of values that a chart of the lines should show; NaN and Inf are ignored."""
     finite = lines[np.isfinite(lines)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    margin = 0.05 * (high - low) or 0.5 * abs(high) or 0.5  # a constant line lies in the middle
+    margin = 0.05 * (high - low) or 0.5 * abs(high) or 0.5  # puts a constant line in the middle
     return low - margin, high + margin
 
 
-def _panel(
-    name: str, lines: Float[np.ndarray, "lines points"], *, x: int, y: int, steps: Sequence[int] | None = None
-) -> str:
-    """`steps`: of the points, in rising order; 0, 1, 2 and so on if left out."""
-    low, high = padded_range(lines)
-    steps = range(lines.shape[1]) if steps is None else steps
-    first, last = (steps[0], steps[-1]) if len(steps) else (0, 0)
+def _panel(name: str, points: Mapping[int, float], *, x: int, y: int) -> str:
+    """Draw a small chart of values by step, in rising order; NaN and Inf are left out."""
+    low, high = padded_range(np.array([list(points.values())], np.float64))
+    steps = list(points)
+    first, last = (steps[0], steps[-1]) if steps else (0, 0)
 
     def place(step: int, value: float) -> tuple[float, float]:
         across = (step - first) / max(last - first, 1) * _WIDTH
         down = (high - value) / (high - low) * _HEIGHT
         return x + across, y + down
 
-    drawn = ""
-    for i, line in enumerate(lines):
-        points = [place(step, float(value)) for step, value in zip(steps, line, strict=True) if np.isfinite(value)]
-        colour = COLOURS[i % len(COLOURS)]
-        told = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
-        drawn += f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{told}"/>'
-        if len(points) == 1:  # a line of one point shows nothing
-            ((across, down),) = points
-            drawn += f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}"/>'
+    placed = [place(step, float(value)) for step, value in points.items() if np.isfinite(value)]
+    line = " ".join(f"{across:.1f},{down:.1f}" for across, down in placed)
+    drawn = f'<polyline fill="none" stroke="{COLOURS[0]}" stroke-width="1.5" points="{line}"/>'
+    if len(placed) == 1:  # a line of one point is invisible
+        ((across, down),) = placed
+        drawn += f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{COLOURS[0]}"/>'
     return (
         f'<text x="{x}" y="{y - 6}">{escape(name)}</text>'
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#ccc"/>'
@@ -196,4 +169,13 @@ def _panel(
         f'<text x="{x - 4}" y="{y + _HEIGHT}" text-anchor="end" fill="#666">{low:.3g}</text>'
         f'<text x="{x}" y="{y + _HEIGHT + 12}" fill="#666">{first}</text>'
         f'<text x="{x + _WIDTH}" y="{y + _HEIGHT + 12}" text-anchor="end" fill="#666">step {last}</text>' + drawn
+    )
+
+
+def _svg(width: int, height: int, title: str, drawn: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="11" fill="#222">'
+        f'<rect width="100%" height="100%" fill="#fff"/>'
+        f'<text x="{_GAP}" y="30" font-size="16">{escape(title)}</text>' + "".join(drawn) + "</svg>\n"
     )

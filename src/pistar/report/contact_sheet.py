@@ -1,4 +1,4 @@
-"""An episode at a glance, as one PNG: what the cameras saw, what the robot did, how it ended."""
+"""Draw an episode as one image: camera frames, outcome, and actions and states over time."""
 
 import dataclasses
 import math
@@ -15,15 +15,15 @@ Box = tuple[int, int, int, int]
 
 WIDTH, MARGIN, GAP = 1600, 32, 8
 _TALLEST = 260
-"""A picture's height at most."""
+"""Largest height of an image."""
 _PLOT, _STRIP, _LEGEND, _AXIS = 150, 64, 22, 56
-"""Heights of a plot, of the outcome's strip and of a line of legend; width left of a plot for its scale."""
+"""Heights of a plot, of the outcome's plot and of a legend's line; width of the scale on the left of a plot."""
 _FINE = 3
-"""Lines are drawn this many times larger and shrunk, because Pillow does not smooth them."""
+"""Lines are drawn this many times larger and then shrunk, because Pillow does not smooth them."""
 _INK, _FAINT, _RULE, _SUCCESS, _FAILURE = "#222222", "#777777", "#dddddd", "#009e73", "#d55e00"
 _GREY = "#b0b0b0"
 _FONTS = ("NotoSansCJK-Regular.ttc", "NotoSans-Regular.ttf", "DejaVuSans.ttf", "Arial Unicode.ttf")
-"""For writing that Pillow's own font has no letters for, if the system has one of these."""
+"""Fonts for letters that Pillow's own font lacks, if the system has one of them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,12 +32,12 @@ class Signal:
 
     values: Num[np.ndarray, "t d"]
     names: Sequence[str] = ()
-    """Of the dimensions; their numbers without it."""
+    """Names of the dimensions; empty shows their numbers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Outcome:
-    """What the episode was paid and how it ended; None: not recorded."""
+class EpisodeOutcome:
+    """Rewards and end of an episode, by step. None if not recorded."""
 
     rewards: Num[np.ndarray, " t"] | None = None
     done: Shaped[np.ndarray, " t"] | None = None
@@ -50,15 +50,15 @@ def contact_sheet(
     subtitle: str,
     fps: float,
     frames: Sequence[int],
-    pictures: Mapping[str, Sequence[UInt8[np.ndarray, "h w 3"] | None]],
+    images: Mapping[str, Sequence[UInt8[np.ndarray, "h w 3"] | None]],
     signals: Mapping[str, Signal],
-    outcome: Outcome,
+    outcome: EpisodeOutcome,
     notes: Sequence[str] = (),
 ) -> Image.Image:
-    """A row of pictures for each camera, those of `frames`; below it signals, a plot for every few dimensions.
+    """Draw a row of images for each camera, the outcome, and plots of signals with a few dimensions each.
 
-    All plots share one time axis, with a mark where each picture was taken. A picture of None is a grey tile that says
-    so. `notes` are what is wrong with the episode, drawn at the top.
+    `images` are those of `frames`. All plots share one time axis, with a mark at each image. An image that is None
+    becomes a grey tile. `notes` say what is wrong with the episode and are drawn at the top.
     """
     length = max([max(frames, default=0) + 1, *(len(signal.values) for signal in signals.values())])
     seconds = [frame / fps for frame in frames]
@@ -74,55 +74,56 @@ def contact_sheet(
         _text(draw, (MARGIN, y), line, 16, _FAILURE)
         y += 22
     y += 12
-    y = _pictures(sheet, draw, y, seconds, pictures)
+    y = _images(sheet, draw, y, seconds, images)
     span = (length - 1) / fps
     y = _outcome(sheet, draw, y, span, seconds, outcome)
     y = _signals(sheet, draw, y, span, seconds, signals)
     return sheet.crop((0, 0, WIDTH, y + MARGIN - GAP))
 
 
-def _pictures(
+def _images(
     sheet: Image.Image, draw: ImageDraw.ImageDraw, y: int, seconds: Sequence[float],
-    pictures: Mapping[str, Sequence[np.ndarray | None]],
+    images: Mapping[str, Sequence[np.ndarray | None]],
 ) -> int:  # fmt: skip
-    if not pictures or not seconds:
+    if not images or not seconds:
         return y
     cell = min((WIDTH - 2 * MARGIN - (len(seconds) - 1) * GAP) / len(seconds), 320)
     lefts = [round(MARGIN + i * (cell + GAP)) for i in range(len(seconds))]
     for left, second in zip(lefts, seconds, strict=True):
         _text(draw, (left, y), f"{second:.2f} s", 14, _FAINT)
     y += 22
-    for camera, row in pictures.items():
+    for camera, row in images.items():
         _text(draw, (MARGIN, y), camera, 14)
         y += 22
-        usual = next((picture.shape[:2] for picture in row if picture is not None), (3, 4))
+        usual = next((image.shape[:2] for image in row if image is not None), (3, 4))
         bottom = y
-        for left, picture in zip(lefts, row, strict=True):
-            height, width = usual if picture is None else picture.shape[:2]
+        for left, image in zip(lefts, row, strict=True):
+            height, width = usual if image is None else image.shape[:2]
             scale = min(cell / width, _TALLEST / height)
             size = (max(1, round(scale * width)), max(1, round(scale * height)))
-            if picture is None:
+            if image is None:
                 draw.rectangle((left, y, left + size[0] - 1, y + size[1] - 1), _GREY)
                 _text(draw, (left + GAP, y + size[1] // 2 - GAP), "no frame", 14)
             else:
-                sheet.paste(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS), (left, y))
+                sheet.paste(Image.fromarray(image).resize(size, Image.Resampling.LANCZOS), (left, y))
             bottom = max(bottom, y + size[1])
         y = bottom + 2 * GAP
     return y + GAP
 
 
 def _outcome(
-    sheet: Image.Image, draw: ImageDraw.ImageDraw, y: int, span: float, seconds: Sequence[float], outcome: Outcome
-) -> int:
+    sheet: Image.Image, draw: ImageDraw.ImageDraw, y: int, span: float, seconds: Sequence[float],
+    outcome: EpisodeOutcome,
+) -> int:  # fmt: skip
     marks = {"success": (outcome.success, _SUCCESS), "done": (outcome.done, _INK)}
-    there = {name: np.flatnonzero(v) for name, (v, _) in marks.items() if v is not None}
-    if outcome.rewards is None and not there:
+    marked = {name: np.flatnonzero(v) for name, (v, _) in marks.items() if v is not None}
+    if outcome.rewards is None and not marked:
         return y
     x = MARGIN
     if outcome.rewards is not None:
         _text(draw, (x, y), f"reward  (sum {np.nansum(outcome.rewards):.4g})", 14)
         x += 200
-    for name, steps in there.items():
+    for name, steps in marked.items():
         colour = marks[name][1] if len(steps) else _FAINT
         filled = len(steps) and name == "success"
         draw.ellipse((x, y + 4, x + 9, y + 13), outline=colour, fill=colour if filled else None, width=2)
@@ -134,12 +135,12 @@ def _outcome(
     if rewards is None:
         rewards = np.zeros(max(len(values) for values, _ in marks.values() if values is not None))
     low, high = _plot(sheet, draw, box, rewards[:, None], span, seconds)
-    for name, steps in there.items():
+    for name, steps in marked.items():
         for step in steps:
             across = box[0] + step / max(len(rewards) - 1, 1) * (box[2] - box[0])
             value = rewards[step] if math.isfinite(rewards[step]) else low
             down = box[1] + (high - value) / (high - low) * _STRIP
-            radius = 7 if name == "done" else 5  # done is a ring around a success that is there too
+            radius = 7 if name == "done" else 5  # done is a ring around a success at the same step
             at = (across - radius, down - radius, across + radius, down + radius)
             draw.ellipse(at, outline=marks[name][1], fill=marks[name][1] if name == "success" else None, width=2)
     return box[3] + 36
@@ -149,7 +150,7 @@ def _signals(
     sheet: Image.Image, draw: ImageDraw.ImageDraw, y: int, span: float, seconds: Sequence[float],
     signals: Mapping[str, Signal],
 ) -> int:  # fmt: skip
-    """A column for each signal, groups of dimensions under each other."""
+    """Draw a column for each signal, with groups of dimensions below each other."""
     if not signals:
         return y
     width = (WIDTH - 2 * MARGIN - (len(signals) - 1) * 3 * GAP) // len(signals)
@@ -159,8 +160,8 @@ def _signals(
         dims = signal.values.shape[1]
         groups = np.array_split(np.arange(dims), max(1, math.ceil(dims / len(COLOURS))))
         for group in groups:
-            told = f"{name}[{group[0]}…{group[-1]}]" if len(group) > 1 else f"{name}[{group[0]}]"
-            _text(draw, (left, top), told if dims > 1 else name, 14)
+            label = f"{name}[{group[0]}…{group[-1]}]" if len(group) > 1 else f"{name}[{group[0]}]"
+            _text(draw, (left, top), label if dims > 1 else name, 14)
             top += _LEGEND
             box = (left + _AXIS, top, left + width, top + _PLOT)
             _plot(sheet, draw, box, signal.values[:, group], span, seconds)
@@ -186,7 +187,7 @@ def _plot(
     sheet: Image.Image, draw: ImageDraw.ImageDraw, box: Box, values: Num[np.ndarray, "t d"], span: float,
     seconds: Sequence[float],
 ) -> tuple[float, float]:  # fmt: skip
-    """Lines over time in a frame with its scale; tells what range it shows."""
+    """Draw lines over time in a box with a scale; return the range of values it shows."""
     left, top, right, bottom = box
     wide, tall = right - left, bottom - top
     lines = values.astype(np.float64).T
@@ -221,7 +222,7 @@ def _plot(
 
 
 def _wrapped(draw: ImageDraw.ImageDraw, text: str, size: int) -> list[str]:
-    """Lines that fit the sheet."""
+    """Break text into lines that fit the sheet."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
