@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from pistar.cli.main import COMMANDS
+from pistar.config.model_presets import MODELS
 from pistar.config.presets import PRESETS
 
 from check_site import problems
@@ -193,6 +195,21 @@ def test_each_answer_to_where_a_thing_is_names_a_file_that_exists() -> None:
     answers = {row: re.findall(r"`([\w/]+(?:\.py|/))`", row) for row in rows}
     assert [row for row, paths in answers.items() if not paths] == []
     assert {path for paths in answers.values() for path in paths if not (SOURCE / path).exists()} == set()
+
+
+def test_the_model_snippet_of_the_first_page_runs() -> None:
+    page = (DOCS / "index.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?model\.sample.*?)^```", page.partition("Use the model.")[2], re.M | re.S)
+
+    def run() -> tuple[object, object]:
+        names: dict[str, object] = {}
+        exec(snippet, names)
+        return names["loss"], names["chunks"]
+
+    loss, chunks = jax.eval_shape(run)  # traced, not computed
+    config = MODELS["pi0_tiny"]
+    assert loss.shape == (2, config.action_horizon)
+    assert chunks.shape == (2, config.action_horizon, config.action_dim)
 
 
 # The pages in front

@@ -1,5 +1,6 @@
 """Sweeps: which runs they are made of, what they refuse, and what their table reads from metrics files."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -14,7 +15,18 @@ from pistar.config.presets import get_config
 from pistar.config.train import RLTrainConfig, save_config
 from pistar.errors import UserError
 from pistar.evaluation.stats import wilson
-from pistar.sweep import Param, Sweep, _why, combinations, default_metric, measured_names, parse_param, rows
+from pistar.optim import CosineSchedule
+from pistar.sweep import (
+    Param,
+    Sweep,
+    _why,
+    choose_metric,
+    combinations,
+    default_metric,
+    measured_names,
+    parse_param,
+    rows,
+)
 
 from helpers.paths import FIXTURES
 from helpers.small_online_run import online_settings
@@ -73,6 +85,20 @@ def test_values_are_read_by_the_type_of_their_fields(tmp_path: Path) -> None:
     assert online.start_states.target == (0.9, 0.4)
 
 
+def test_decay_lr_keeps_its_ratio_to_a_peak_lr_that_varies() -> None:
+    """bc_metaworld falls from 3e-3 to 3e-4, which a peak of 1e-4 could not fall to."""
+    peak, decay = (f"policy_optimizer.schedule.{name}" for name in ("peak_lr", "decay_lr"))
+
+    def decays(*params: Param) -> list[float]:
+        schedules = [one.config.policy_optimizer.schedule for one in combinations(get_config("bc_metaworld"), params)]
+        return [schedule.decay_lr for schedule in schedules if isinstance(schedule, CosineSchedule)]
+
+    assert decays(Param(peak, ("1e-4", "3e-3", "0.01"))) == pytest.approx([1e-5, 3e-4, 1e-3])
+    assert decays(Param(peak, ("1e-4", "3e-3")), Param(decay, ("1e-5",))) == [1e-5, 1e-5]
+    with pytest.raises(UserError, match=r"decay_lr is 0\.0003; the rate falls to it from peak_lr 0\.0001, use 0 to"):
+        decays(Param(peak, ("1e-4",)), Param(decay, ("3e-4",)))
+
+
 def test_settings_with_the_same_last_name_are_labelled_by_their_whole_names() -> None:
     names = ("policy_optimizer.schedule.peak_lr", "algorithm.critic_optimizer.schedule.peak_lr")
     (one,) = combinations(get_config("debug"), [Param(name, ("1e-3",)) for name in names])
@@ -84,7 +110,7 @@ def test_settings_with_the_same_last_name_are_labelled_by_their_whole_names() ->
     [
         ([], "without --param compares nothing"),
         (["algorithm.group_sze=4,8"], "algorithm.group_sze does not exist; did you mean group_size?"),
-        (["algorithm.group_size=4,many"], "group_size=many: config.algorithm.group_size is 'many'; its type is int"),
+        (["algorithm.group_size=4,many"], "group_size=many: algorithm.group_size is 'many'; its type is int"),
         (["algorithm.group_size=4,1"], "group_size=1: group_size is 1; leave-one-out needs at least 2"),
         (["algorithm.replay=none,bset"], "use one of none, best"),
         (["algorithm.replay=none,best", "algorithm.weighting=exp"], "replay best works only with weighting positive"),
@@ -116,6 +142,48 @@ def test_a_sweep_needs_a_seed_and_its_own_folder(tmp_path: Path) -> None:
     save_config(tmp_path / "mine" / "config.yaml", ript(tmp_path))
     with pytest.raises(UserError, match="mine holds a run of its own; choose another --exp-name"):
         Sweep("ript_metaworld", dataclasses.replace(ript(tmp_path), exp_name="mine"), params, 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "param", "metric", "near"),
+    [
+        ("debug_bc", "batch_size=4,8", "los", "try loss."),
+        ("debug_bc", "batch_size=4,8", "critic/loss", "try loss."),
+        ("debug", "batch_size=4,8", "audit/rank_corelation", "try audit/rank_correlation"),
+        ("ript_metaworld", "batch_size=64,128", "eval/sampled_sucesses", "try eval/sampled_successes"),
+    ],
+)
+def test_a_metric_that_the_runs_do_not_measure_is_refused_before_anything_is_run(
+    preset: str, param: str, metric: str, near: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["sweep", preset, "--runs", str(tmp_path / "runs"), "--param", param, "--metric", metric])
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"error: --metric is '{metric}', which these runs do not measure; {near}")
+    assert "\n" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "metric"),
+    [
+        ("debug", None),
+        ("debug", "actor/ess"),
+        ("debug", "audit/bias"),
+        ("ript_metaworld", "flow_loss"),
+        ("ript_metaworld", "eval/sampled_successes/push-v3"),
+    ],
+)
+def test_metrics_that_the_runs_measure_can_be_compared(preset: str, metric: str | None, tmp_path: Path) -> None:
+    base = dataclasses.replace(get_config(preset), runs=tmp_path)
+    sweep = Sweep(preset, base, [Param("batch_size", ("64",))], 1)
+    assert choose_metric(sweep, metric) == (metric or "critic/loss")
+
+
+def test_a_metric_that_one_combination_measures_can_be_compared(tmp_path: Path) -> None:
+    """Without an anchor there is no loss of it."""
+    sweep = Sweep("ript_metaworld", ript(tmp_path), [Param("algorithm.anchor", ("0", "0.1"))], 1)
+    assert choose_metric(sweep, "anchor_loss") == "anchor_loss"
 
 
 def write_run(config: RLTrainConfig, *lines: Mapping[str, float | None], step: int = 3) -> None:
@@ -176,7 +244,7 @@ def test_a_run_of_the_same_name_with_other_settings_is_refused(tmp_path: Path) -
     params = [Param("algorithm.group_size", ("4", "8"))]
     for run in Sweep("ript_metaworld", ript(tmp_path), params, 1).runs:
         write_run(run.config)
-    Sweep("ript_metaworld", dataclasses.replace(ript(tmp_path), keep_last=2), params, 1)  # changes no number
+    Sweep("ript_metaworld", dataclasses.replace(ript(tmp_path), keep_last=2, wandb_project="a"), params, 1)  # no number
     with pytest.raises(UserError, match="was run with batch_size 128 and this sweep has 64; give the sweep another"):
         Sweep("ript_metaworld", dataclasses.replace(ript(tmp_path), batch_size=64), params, 1)
     with pytest.raises(UserError, match="was run with steps 3 and this sweep has 9"):
@@ -201,10 +269,10 @@ def test_a_sweep_runs_every_combination_reports_failures_and_skips_finished_runs
     small = {"image_size": 14, "vlm": {"depth": 1}, "expert": {"depth": 1}, "vision": {"depth": 1}}
     settings.write_text(yaml.safe_dump({"data": {"cache_dir": str(tmp_path / "cache")}, "model": small}))
 
-    def sweep(*more: str) -> tuple[str, str]:
+    def sweep(*more: str, fails: bool = True) -> tuple[str, str]:
         own = ["--data.datasets", str(LEROBOT), "--runs", str(tmp_path), "--exp-name", "mine", "--seeds", "1"]
         sizes = ["--steps", "2", "--batch-size", "2", "--log-every", "1"]
-        with pytest.raises(SystemExit, match="1"):
+        with pytest.raises(SystemExit, match="1") if fails else contextlib.nullcontext():
             cli.main(["sweep", "debug_bc", "--config", str(settings), *own, *sizes, *more])
         return capsys.readouterr()
 
@@ -218,7 +286,7 @@ def test_a_sweep_runs_every_combination_reports_failures_and_skips_finished_runs
     assert (finished["step"], table["metric"]) == (2, "loss")
     assert f"{finished['value']:.4g}" in out
     written = (Path(finished["folder"]) / "metrics.jsonl").stat().st_mtime_ns
-    _, err = sweep("--param", "data.norm_stats=none", "--metric", "lss")
+    out, err = sweep("--param", "data.norm_stats=none", "--metric", "grad_norm", fails=False)
     assert "1 finished before" in err
-    assert err.splitlines()[-1].startswith("error: No run has measured 'lss'; try --metric loss.")
+    assert "grad_norm" in out
     assert (Path(finished["folder"]) / "metrics.jsonl").stat().st_mtime_ns == written

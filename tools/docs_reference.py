@@ -19,7 +19,7 @@ from unittest import mock
 import yaml
 
 from pistar.cli.main import COMMANDS, main
-from pistar.config import migrate_own
+from pistar.config import migrate_names, migrate_own, migrate_ript
 from pistar.config.model_presets import MODELS, model_name
 from pistar.config.presets import PRESETS
 from pistar.tables import to_table
@@ -364,6 +364,39 @@ def renamed_metrics() -> str:
     return _table(("Before", "Now"), ((f"`{old}`", f"`{new}`") for old, new in names.items()))
 
 
+# Other programs
+
+
+def _migrated(sections: Mapping[str, migrate_names.Names], left_out: Mapping[str, str]) -> str:
+    """Every name of another program's files: table by table, what it is here."""
+    head = ("There", "Here", "Remark")
+    titles: dict[str, migrate_names.Names] = {}
+    for names in sections.values():
+        homes = [section for section, its_names in sections.items() if its_names == names]
+        titles[", ".join(f"`{home}`" if home else "the top of the file" for home in homes)] = names
+    parts = []
+    for title, names in titles.items():
+        rows = [(f"`{name}`", f"`{rule.ours}`" if rule.ours else "–", rule.why) for name, rule in names.items()]
+        parts.append(f"{title}:\n\n{_table(head, rows)}")
+    ignored = [(f"`{name}`", "–", why) for name, why in left_out.items()]
+    return "\n".join([*parts, f"Tables that are ignored:\n\n{_table(head, ignored)}"] if ignored else parts)
+
+
+def migrated_acrlpd() -> str:
+    """Every setting of ac_training; what its tables share is shown once."""
+    top = migrate_names.ACRLPD[""]
+    own = {
+        section: {name: rule for name, rule in names.items() if names is top or top.get(name) is not rule}
+        for section, names in migrate_names.ACRLPD.items()
+    }
+    return _migrated(own, {})
+
+
+def migrated_ript() -> str:
+    """Every setting of PI0-RIPT."""
+    return _migrated(migrate_ript.RIPT, migrate_ript.RIPT_LEFT_OUT)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "settings": settings,
@@ -374,6 +407,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "layers": layer_table,
     "renamed_settings": renamed_settings,
     "renamed_metrics": renamed_metrics,
+    "migrated_acrlpd": migrated_acrlpd,
+    "migrated_ript": migrated_ript,
 }
 """What `<!-- generated: NAME -->` on a page is replaced by."""
 

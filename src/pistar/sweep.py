@@ -1,6 +1,8 @@
 """Short seeded comparisons: a run of every combination of some settings, each with the same seeds."""
 
 import dataclasses
+import difflib
+import functools
 import itertools
 import json
 import math
@@ -8,20 +10,24 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import quote
 
+import jax
 import yaml
 
+from pistar.agents.base import abstract_state
 from pistar.checkpoints.manager import saved_steps
 from pistar.config.train import HARMLESS, RLTrainConfig, differences, field_type, load_config, save_config
 from pistar.distributed.stop_request import StopRequest
 from pistar.errors import UserError
 from pistar.evaluation.stats import wilson
 from pistar.online.history import has_ended
+from pistar.optim import CosineSchedule, LinearSchedule
 from pistar.tables import fits, from_table
+from pistar.telemetry.metric_names import AUDIT_METRICS, EVALUATION_METRICS, OFFLINE_METRICS, ONLINE_METRICS
 from pistar.telemetry.metrics import METRICS_FILE, read_metrics
 from pistar.training.run_folder import CONFIG_FILE
 
@@ -97,9 +103,25 @@ def _with_values(base: RLTrainConfig, combination: Combination) -> RLTrainConfig
             for group in groups:
                 inner = inner.setdefault(group, {})
             inner[last] = _read(base, name, value)
-        return from_table(RLTrainConfig, table, "config", default=base)
+            if (ratio := decay_ratio(base, name, combination.values)) is not None and fits(float, inner[last]):
+                inner["decay_lr"] = ratio * float(value)
+        return from_table(RLTrainConfig, table, "", default=base)
     except UserError as error:
         raise UserError(f"--param {combination.label}: {error}") from error
+
+
+def decay_ratio(base: RLTrainConfig, name: str, varied: Container[str]) -> float | None:
+    """decay_lr / peak_lr of the schedule whose peak_lr has that dotted name, if decay_lr is not varied itself.
+
+    decay_lr keeps this ratio: every combination then has a schedule of the same shape, and none falls to a rate above
+    its peak.
+    """
+    *groups, last = name.split(".")
+    schedule = functools.reduce(lambda owner, group: getattr(owner, group, None), groups, cast("object", base))
+    if last != "peak_lr" or not isinstance(schedule, CosineSchedule | LinearSchedule):
+        return None
+    fixed = any(".".join([*groups, other]) in varied for other in ("decay_lr", "type"))
+    return None if fixed else schedule.decay_lr / schedule.peak_lr
 
 
 def _read(base: RLTrainConfig, name: str, value: str) -> object:
@@ -313,6 +335,36 @@ class Row:
 def default_metric(config: RLTrainConfig) -> str:
     """The metric to compare such runs by."""
     return config.algorithm.main_metric if config.online is None else "eval/sampled_successes"
+
+
+def choose_metric(sweep: Sweep, metric: str | None) -> str:
+    """The metric to compare by, the default if it is None. Refuses one that none of the runs measures."""
+    configs = [one.config for one in sweep.combinations]
+    if metric is None:
+        return default_metric(configs[0])
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]  # a GPU's memory is left to the runs
+    names = measured_names(sweep)
+    for config in configs:
+        if metric in names or (config.online is not None and metric.startswith(_OF_TASKS)):
+            return metric
+        names += [name for name in _names_measured_by(config) if name not in names]
+    if metric not in names:
+        near = difflib.get_close_matches(metric, names, n=3) or [default_metric(configs[0])]
+        raise UserError(f"--metric is {metric!r}, which these runs do not measure; try {', '.join(near)}.")
+    return metric
+
+
+_OF_TASKS = tuple(f"{name}/" for name in EVALUATION_METRICS)
+
+
+def _names_measured_by(config: RLTrainConfig) -> list[str]:
+    """Names of all metrics that such a run may measure; those of its updates are found by tracing one."""
+    agent = config.make_agent()
+    given = (abstract_state(agent), agent.abstract_batch(config.batch_size), jax.random.key(0))
+    _, of_updates = jax.eval_shape(lambda state, batch, key: agent.update(state, batch, key, 1.0), *given)
+    if config.online is not None:
+        return [*of_updates, *ONLINE_METRICS]
+    return [*of_updates, *OFFLINE_METRICS, *(AUDIT_METRICS if config.algorithm.updates_between_audits else ())]
 
 
 def rows(sweep: Sweep, metric: str) -> list[Row]:

@@ -33,19 +33,27 @@ def to_table(value: object) -> Any:  # noqa: ANN401  # tables, lists and plain v
 
 
 def from_table(kind: type[T], data: object, where: str, *, default: T | None = None, whole: bool = False) -> T:
-    """Convert a table to a dataclass and check the types. For an unknown name the error suggests the nearest one.
+    """Convert a table to a dataclass and check the types. The error names all unknown names, each with the nearest one.
 
     Missing fields come from `default`, else from the dataclass's defaults; if `whole`, none may be missing. `where`:
-    what errors call the table.
+    what errors call the table; empty if its fields are named without it.
     """
-    built: T = _Builder(whole).build(kind, data, where, default)
+    builder = _Builder(whole)
+    try:
+        built: T = builder.build(kind, data, where, default)
+    except UserError:
+        builder.check_names()  # before what else is wrong: it may come of them
+        raise
+    builder.check_names()
     return built
 
 
 def fits(hint: Any, data: object) -> bool:  # noqa: ANN401  # a type, of any sort
     """Whether a field of this type accepts this value of a table."""
     with contextlib.suppress(UserError):
-        _Builder(whole=False).build(hint, data, "")
+        builder = _Builder(whole=False)
+        builder.build(hint, data, "")
+        builder.check_names()
         return True
     return False
 
@@ -55,9 +63,19 @@ def _dataclasses_of(hint: Any) -> list[Any]:  # noqa: ANN401  # a type, of any s
     return [option for option in options if dataclasses.is_dataclass(option)]
 
 
+def _joined(where: str, name: object) -> str:
+    return f"{where}.{name}" if where else str(name)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Builder:
     whole: bool
+    unknown: list[str] = dataclasses.field(default_factory=list)
+
+    def check_names(self) -> None:
+        """Refuse all unknown names at once."""
+        if self.unknown:
+            raise UserError(" ".join(self.unknown))
 
     def build(self, kind: Any, data: object, where: str, default: object = None) -> Any:  # noqa: ANN401  # as `kind`
         if dataclasses.is_dataclass(kind):
@@ -72,7 +90,7 @@ class _Builder:
             items = zip(kinds, data, strict=True)
             return tuple(self.build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(items))
         if origin is dict and isinstance(data, Mapping):
-            return {str(key): self.build(options[1], value, f"{where}.{key}") for key, value in data.items()}
+            return {str(key): self.build(options[1], value, _joined(where, key)) for key, value in data.items()}
         if origin is tuple:
             raise UserError(f"{where} is {data!r}; write a list: [{data}].")
         if origin is Literal:
@@ -103,28 +121,29 @@ class _Builder:
         if named is None and type(default) in tables.values():
             named = type(default).__name__
         if named not in tables:
-            raise UserError(f"{where}.{TYPE} is {named!r}; use one of {', '.join(tables)}.")
+            raise UserError(f"{_joined(where, TYPE)} is {named!r}; use one of {', '.join(tables)}.")
         rest = {key: value for key, value in data.items() if key != TYPE} if isinstance(data, Mapping) else data
         return self.build(tables[named], rest, where, default)
 
     def _dataclass(self, cls: type[Any], data: object, where: str, default: object) -> object:
         if not isinstance(data, Mapping):
-            raise UserError(f"{where} is {data!r}; a table of fields belongs there.")
+            raise UserError(f"{where or 'it'} is {data!r}; a table of fields belongs there.")
         hints = typing.get_type_hints(cls)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in data:
             if name not in fields:
                 near = difflib.get_close_matches(str(name), fields, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(fields)}."
-                raise UserError(f"{where}.{name} does not exist; {hint}")
+                self.unknown.append(f"{_joined(where, name)} does not exist; {hint}")
         base = default if type(default) is cls else None
         if base is None:
             missing = [name for name in fields if name not in data and (self.whole or _is_required(fields[name]))]
             if missing:
-                raise UserError(f"{where}.{missing[0]} is missing; add it.")
+                raise UserError(f"{_joined(where, missing[0])} is missing; add it.")
         given = {
-            name: self.build(hints[name], value, f"{where}.{name}", getattr(base, name, None))
+            name: self.build(hints[name], value, _joined(where, name), getattr(base, name, None))
             for name, value in data.items()
+            if name in fields
         }
         return cls(**given) if base is None else dataclasses.replace(typing.cast("Any", base), **given)
 

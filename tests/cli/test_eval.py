@@ -152,7 +152,7 @@ def test_eval_against_a_checkpoint_and_against_a_file(
     assert written["tasks"] == {REACH[1]: written["total"]}
     assert written["differences"] == []
 
-    cli.main(["eval", str(checkpoints[1]), *REACH, *options, "--against", str(evaluated)])
+    cli.main(["eval", str(checkpoints[1]), *REACH, *options, "--overwrite", "--against", str(evaluated)])
     match = re.search(
         pattern.replace("mine", "x").replace("theirs", "mine").replace("x", "theirs"), capsys.readouterr().out
     )
@@ -292,7 +292,7 @@ def test_eval_prints_whether_the_average_acted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = trained_checkpoint(tmp_path, "bc_metaworld")
-    options = ["--episodes", "1", "--limit", "2", *SMALL, "--out", str(tmp_path / "out.json")]
+    options = ["--episodes", "1", "--limit", "2", *SMALL, "--out", str(tmp_path / "out.json"), "--overwrite"]
     expected = {
         "serving": "by the average (EMA) of its weights, which it serves;",
         "raw": "by the optimiser's own weights, not the average (EMA) it serves;",
@@ -419,6 +419,33 @@ def test_eval_refuses_before_it_runs_what_cannot_be_compared_or_written(
     assert "--save-dataset is /proc/episodes, which cannot be written" in error
     assert evaluated.read_bytes() == before
     assert not list(tmp_path.iterdir())
+
+
+def test_eval_replaces_another_evaluation_only_if_told(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs = (str(path) for path in checkpoints)
+    out, beside = tmp_path / "out.json", tmp_path / "out_against.json"
+    beside.write_text("{}")
+    run = ["eval", mine, *REACH, "--episodes", "1", "--limit", "1", *SMALL, "--out", str(out)]
+    assert f"{beside} exists already; name another --out" in mistake(capsys, *run, "--against", theirs)
+    out.write_text("{}")
+    assert f"{out} exists already; name another --out" in mistake(capsys, *run)
+    assert (out.read_text(), beside.read_text()) == ("{}", "{}")
+    cli.main([*run, "--overwrite"])
+    assert load_evaluation(out).checkpoint == mine
+
+
+def test_eval_of_a_run_with_one_checkpoint_says_which_it_opened(
+    toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = Path(toy).parent.parent, tmp_path / "out.json"
+    options = ["--episodes", "1", "--limit", "1", *SMALL, "--out", str(out)]
+    cli.main(["eval", str(run), "--env", "helpers.toy_env:make", *options])
+    printed = capsys.readouterr()
+    assert f"note: {run} holds one checkpoint; using {toy}.\n" in printed.err
+    assert "still/1: by " in printed.out
+    assert load_evaluation(out).checkpoint == toy
 
 
 def test_an_interrupt_prints_one_word(

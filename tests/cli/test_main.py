@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -10,13 +11,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from rich.text import Text
 
+import pistar
 from pistar.agents.config import AcrlpdConfig, RiptConfig
 from pistar.cli import main as cli
 from pistar.cli import runs as cli_runs
+from pistar.cli.printing import make_table
+from pistar.cli.printing import out as standard_output
 from pistar.config.model_presets import MODELS
 from pistar.config.presets import PRESETS
-from pistar.config.train import RLTrainConfig
+from pistar.config.train import RLTrainConfig, save_config
 from pistar.data.hdf5.convert import ConvertedDataset
 from pistar.data.lerobot.reader import open_dataset
 from pistar.data.norm_stats import load_norm_stats
@@ -24,6 +29,7 @@ from pistar.online import loop
 from pistar.online.history import RunHistory
 from pistar.training import offline
 
+from helpers.metaworld_policy import fresh_checkpoint
 from helpers.paths import FIXTURES
 from helpers.small_online_run import online_settings
 
@@ -35,6 +41,12 @@ def test_verify_shows_facts_and_checks(openpi_goldens: Path, capsys: pytest.Capt
     assert "✓ │ norm stats" in out
     assert "✗" not in out
     assert err == ""
+
+
+def test_verify_of_a_run_with_one_checkpoint_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = fresh_checkpoint(tmp_path / "run" / "checkpoints")
+    cli.main(["verify", str(tmp_path / "run")])
+    assert capsys.readouterr().out.splitlines()[0].strip() == str(step)
 
 
 def test_verify_fails_with_the_reason(openpi_goldens: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,12 +80,26 @@ def test_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_listed_on_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():  # a terminal
+        monkeypatch.setenv(name, value)
     cli.main(["presets"])
-    out = capsys.readouterr().out
+    out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
     assert all(name in out for name in (*MODELS, *PRESETS))
     assert "LoRA 16" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_piped_table_is_as_wide_as_its_content(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    table = make_table("name", "problem", title=Text("a/path/" * 20))
+    table.add_row("ript_libero_spatial", sentence := "word " * 40 + "end")
+    standard_output().print(table)
+    title, *_, row, _ = capsys.readouterr().out.splitlines()
+    assert title.strip() == "a/path/" * 20
+    assert row == f"│ ript_libero_spatial │ {sentence} │"
 
 
 def test_version_and_help_need_no_jax() -> None:
@@ -82,7 +108,7 @@ def test_version_and_help_need_no_jax() -> None:
         "assert not {'jax', 'tensorstore', 'orbax'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("pistar ")
+    assert done.stdout == f"pistar {pistar.__version__}\n"
 
 
 def test_the_command_line_is_the_default_argument(
@@ -123,12 +149,54 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
     capsys.readouterr()
 
 
+def test_a_run_is_resumed_by_its_folder_and_options_still_apply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[RLTrainConfig, bool]] = []
+
+    def train(config: RLTrainConfig, _: object, *, resume: bool, **options: bool) -> Path:
+        asked.append((config, resume))
+        return Path(str(config.steps))
+
+    monkeypatch.setattr(offline, "train", train)
+    config = dataclasses.replace(PRESETS["bc_metaworld"], runs=tmp_path, exp_name="towels/1", seed=3)
+    config.folder.mkdir(parents=True)
+    save_config(config.folder / "config.yaml", config)
+    cli.main(["train", "--resume", str(config.folder)])
+    cli.main(["train", "--steps", "40000", f"--resume={config.folder}"])
+    cli.main(["train", "bc_metaworld", "--resume", "--exp-name", "towels/1", "--runs", str(tmp_path), "--seed", "3"])
+    assert asked == [(config, True), (dataclasses.replace(config, steps=40_000), True), (config, True)]
+    capsys.readouterr()
+    for args in (["--resume", str(tmp_path)], ["debug", "--resume", str(config.folder)]):
+        with pytest.raises(SystemExit, match="1"):
+            cli.main(["train", *args])
+    nothing, other = capsys.readouterr().err.strip().splitlines()
+    assert nothing == f"error: {tmp_path} holds no run to resume (no config.yaml); name the folder of a run: runs/NAME."
+    assert f"--resume names {config.folder} and the other options runs/debug; resume a run by its folder" in other
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    """As in `pistar train debug --help | head`."""
+    command = [sys.executable, "-c", "from pistar.cli.main import main; main(['train', 'debug', '--help'])"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (["--resume", "debug"], "put it first: pistar train debug --resume"),
         (["debgu"], "There is no preset 'debgu'; try debug"),
         (["debug", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["debug", "--batch-size", "0"], "batch_size is 0"),
+        (
+            ["ript_metaworld", "--log-every", "10"],
+            "--log-every is 10, and ript_metaworld makes rollouts: it logs every",
+        ),
         (
             ["--config", "rl_fold_bx"],
             "--config is 'rl_fold_bx', which is neither a YAML file nor a preset; did you mean",
@@ -139,7 +207,7 @@ def test_train_takes_a_preset_a_file_and_options_and_the_last_wins(
             ["--config", "mine.yaml"],
             "first word after `pistar train` is --config, where a preset's name belongs; `pist",
         ),
-        (["--config", "configs/ript_metaworld.yaml"], "put it first: pistar train ript_metaworld --config"),
+        (["--config", "nowhere/ript_metaworld.yaml"], "put it first: pistar train ript_metaworld --config"),
         (["--seed", "3", "debug"], "put it first: pistar train debug --seed"),
         (["debug", "--config"], "--config is given without a file; name one after it"),
         (["debug", "--config", "--resume"], "--config is given without a file; name one after it"),
@@ -343,6 +411,36 @@ def test_data_check_lists_a_shared_problem_once_and_cuts_no_name(
     assert "--fix" not in err
 
 
+def test_data_check_lists_a_problem_of_several_files_once(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (4, 5):
+        (broken / f"videos/chunk-000/observation.images.cam_high/episode_{number:06d}.mp4").unlink()
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["data", "check", str(broken)])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "missing" in line]
+    assert "│ 3–5 " in row
+    assert "cam_high/episode_000003.mp4 (and 2 more files) is missing; " in row
+
+
+@pytest.mark.parametrize("generation", ["v21", "v30"])
+def test_data_info_shows_what_a_dataset_contains(generation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = LEROBOT / f"lerobot_{generation}"
+    cli.main(["data", "info", str(root)])
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in out.splitlines()]
+    facts = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert facts["episodes"] == "12, 850 frames at 50 fps: 17.0 s"
+    columns = open_dataset(root).columns(["action", "next.success", "episode_index"])
+    lengths = np.bincount(columns["episode_index"])
+    assert facts["length"].startswith(f"{lengths.min()} to {lengths.max()} frames, median {np.median(lengths):g} (")
+    succeeded = len(np.unique(columns["episode_index"][columns["next.success"]]))
+    assert facts["success"].startswith(f"{succeeded} of 12: ")
+    assert facts["cameras"] == "observation.images.cam_high 128×128"
+    assert sum(row[0].startswith("action ") for row in rows if len(row) == 4) == 14
+    low, high = columns["action"][:, 0].min(), columns["action"][:, 0].max()
+    (first,) = [row for row in rows if len(row) == 4 and row[0].split(" (")[0] == "action 0"]
+    assert (first[1], first[3]) == (f"{low:.4g}", f"{high:.4g}")
+
+
 @pytest.mark.parametrize("args", [["data"], ["data", "--help"], ["data", "-h"]])
 def test_data_alone_lists_its_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -375,7 +473,7 @@ def test_data_check_refuses_a_read_only_folder_before_the_work(
 
 @pytest.mark.parametrize("generation", ["v21", "v30"])
 def test_data_show_draws_an_episode(generation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "sheets" / "5.png"
+    out = tmp_path / "5.png"
     cli.main(["data", "show", str(LEROBOT / f"lerobot_{generation}"), "5", "--out", str(out)])
     assert capsys.readouterr().out == f"Wrote {out}\n"
     with Image.open(out) as image:
@@ -429,6 +527,7 @@ def test_data_show_says_when_rows_or_actions_are_missing(
         (["12"], "Episode 12 does not exist; "),
         (["0", "--columns", "0"], "--columns is 0"),
         (["0", "--out", "x.jpg"], "--out is x.jpg"),
+        (["0", "--out", "no/such/x.png"], "--out is no/such/x.png and there is no folder no/such; create it"),
     ],
 )
 def test_data_show_refuses_with_one_line(args: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

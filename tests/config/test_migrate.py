@@ -10,8 +10,9 @@ import yaml
 
 from pistar.agents.config import AcrlpdConfig, RiptConfig
 from pistar.cli import runs as cli_runs
-from pistar.config.migrate import as_ours, flags_as_ours
-from pistar.config.migrate_names import ACRLPD, ACRLPD_FLAGS, RIPT
+from pistar.config.migrate import PRESETS_BY_PLACE, as_ours, flags_as_ours
+from pistar.config.migrate_names import ACRLPD, ACRLPD_FLAGS, OLD_PRESETS
+from pistar.config.migrate_ript import RIPT
 from pistar.config.model_presets import MODELS
 from pistar.config.presets import PRESETS, get_config, list_configs
 from pistar.config.train import RLTrainConfig, load_config
@@ -81,14 +82,15 @@ def test_a_file_of_pi0_ript_becomes_a_run_of_ours(tmp_path: Path) -> None:
     assert optimizer.schedule == CosineSchedule(warmup_steps=0, peak_lr=1e-5, decay_steps=1, decay_lr=1e-5)
     assert (optimizer.weight_decay, optimizer.b1, optimizer.b2, optimizer.clip_norm) == (0.01, 0.8, 0.999, 0.5)
     assert (config.steps, config.batch_size, config.gradient_accumulation, config.seed) == (12, 8, 2, 42)
-    assert (config.save_every, config.log_every, config.trackers) == (5, 3, ("wandb",))
+    assert (config.save_every, config.trackers, config.wandb_project) == (5, ("wandb",), "mine")
     assert config.model.freeze == ("vision", "vlm")
     assert isinstance(config.algorithm, RiptConfig)
     assert (config.algorithm.weighting, config.algorithm.group_size, config.algorithm.attempts) == ("positive", 4, 6)
     assert f"{tmp_path}/theirs.yaml: algo.rloo_batch_size is algorithm.group_size here." in notes
     left_out = [note for note in notes if "is left out" in note]
     assert any("distributed.backend is left out: devices are found automatically" in note for note in left_out)
-    assert any("training.use_mixed_precision is left out" in note for note in left_out)
+    assert any("logging.log_freq is left out: a line of metrics is written for every iteration" in n for n in left_out)
+    assert config.model.dtype == "bfloat16"
     assert not any(": exp_name is" in note for note in notes)  # it is called the same
 
 
@@ -148,7 +150,7 @@ debug: {save_videos: true, save_loss_details: true, video_dir: films}
     )
     assert isinstance(config.algorithm, RiptConfig)
     assert (config.algorithm.standardise, config.algorithm.beta) == (True, 0.7)
-    assert config.log_every == 10
+    assert (config.save_every, config.algorithm.weighting, config.algorithm.group_size) == (5, "cfg", 10)
     named = {note.split(": ", 1)[1].split(" is ")[0] for note in notes}
     assert {"loss.type", "training.num_rollouts", "logging.save_every_n_epochs", "debug.save_loss_details"} <= named
 
@@ -290,7 +292,8 @@ def test_their_command_line_becomes_a_run_of_ours(capsys: pytest.CaptureFixture[
     assert isinstance(config.policy_optimizer.schedule, CosineSchedule)
     assert config.policy_optimizer.schedule.decay_lr == pytest.approx(2e-6)
     printed = capsys.readouterr().err
-    assert "note: --pi0_lr is --policy-optimizer.schedule.peak-lr here, and .decay-lr a tenth of it." in printed
+    both = "--policy-optimizer.schedule.peak-lr and --policy-optimizer.schedule.decay-lr"
+    assert f"note: --pi0_lr is {both} here (falls to a tenth)." in printed
     assert "note: --env_name is left out: `pistar eval --env` evaluates a checkpoint." in printed
 
 
@@ -300,7 +303,7 @@ def test_our_own_arguments_pass_as_they_are() -> None:
 
 
 def test_a_rate_that_is_no_number_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--pi0_lr is 'fast'; a learning rate is a number"):
+    with pytest.raises(UserError, match=r"--pi0_lr is 'fast', which is no value for it"):
         flags_as_ours(["--pi0_lr", "fast"], list_configs())
 
 
@@ -361,8 +364,10 @@ def test_every_name_on_our_side_exists() -> None:
     ript, acrlpd = names_of(PRESETS["ript_metaworld"]), names_of(PRESETS["rl_fold_box"])
     assert {rule.ours for names in RIPT.values() for rule in names.values() if rule.ours} <= ript
     assert {rule.ours for names in ACRLPD.values() for rule in names.values() if rule.ours} <= acrlpd
-    flags = {flag.removeprefix("--").replace("-", "_") for flag in ACRLPD_FLAGS.values() if flag}
-    assert flags - {"dry_run"} <= acrlpd
+    assert set(ACRLPD_FLAGS.values()) == {"--dry-run"}
+    assert {*OLD_PRESETS.values(), *PRESETS_BY_PLACE.values()} <= set(PRESETS)
+    also = {name for names in (*RIPT.values(), *ACRLPD.values()) for rule in names.values() for name in rule.also}
+    assert also <= ript
 
 
 def test_a_tasks_number_follows_its_suite_whatever_their_order() -> None:

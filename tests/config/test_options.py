@@ -54,7 +54,7 @@ def command_descriptions(command: str) -> dict[str, str]:
     text = help_text("debug", command).partition("[OPTIONS]")[0].partition("positional arguments:")[2]
     found: dict[str, str] = {}
     for block in re.findall(r"^  \S.*(?:\n {3,}.*)*", text, re.MULTILINE):
-        named = re.match(r"  (preset|--[a-z-]+)(?: [A-Z][\w.:=,]*)?(?:\s{2,}|\n\s+)", block)
+        named = re.match(r"  (preset|--[a-z-]+)(?: \[?[A-Z][\w.:=,]*\]?)?(?:\s{2,}|\n\s+)", block)
         assert named, block
         found[named[1]] = " ".join(block[named.end() :].split())
     return found

@@ -88,10 +88,11 @@ def test_yaml_replaces_what_it_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("sed: 7", "config.sed does not exist; did you mean seed"),
-        ("algorithm: {gama: 0.9}", "config.algorithm.gama does not exist; did you mean gamma"),
-        ("seed: seven", "config.seed is 'seven'; its type is int"),
+        ("sed: 7", ": sed does not exist; did you mean seed"),
+        ("algorithm: {gama: 0.9}", ": algorithm.gama does not exist; did you mean gamma"),
+        ("seed: seven", ": seed is 'seven'; its type is int"),
         ("[1", "is not valid YAML"),
+        ("[1]", r": it is \[1\]; a table of fields belongs there"),
         ("algorithm: {gamma: 2.0}", "gamma is 2.0"),
     ],
 )

@@ -46,3 +46,8 @@ def small_run(runs: Path, cache: Path, **changes: object) -> RLTrainConfig:
         save_every=3,
     )
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def with_data(config: RLTrainConfig, **changes: object) -> RLTrainConfig:
+    """The same run with other settings of its data."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))  # type: ignore[arg-type]

@@ -335,7 +335,7 @@ def test_settings_of_ript_are_refused_under_their_old_names_and_todays(tmp_path:
     with pytest.raises(UserError, match=r"settings.yaml: online\.\w+ is \w+, which is for RIPT"):
         load_config(path, preset)
     path.write_text(f"algorithm: {{{setting}}}")
-    with pytest.raises(UserError, match=r"settings.yaml: config\.algorithm\.\w+ does not exist"):
+    with pytest.raises(UserError, match=r"settings.yaml: algorithm\.\w+ does not exist"):
         load_config(path, preset)
 
 

@@ -42,6 +42,7 @@ from pistar.online.loop import train
 from pistar.online.ript_learner import GroupChunks, RiptLearner
 from pistar.online.start_states import START_STATES_FILE, StartStateSampler
 from pistar.policy.act import _act, rollout_noise
+from pistar.telemetry.metric_names import ONLINE_METRICS
 from pistar.telemetry.metrics import read_metrics
 from pistar.training.setup import prepare_online
 
@@ -81,7 +82,7 @@ Whole = tuple[Path, list[dict[str, Any]], str]
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return run(small_online_run(checkpoint, tmp_path_factory.mktemp("whole")))
+    return run(small_online_run(checkpoint, tmp_path_factory.mktemp("whole")), debug=True)
 
 
 def test_the_policy_succeeds_more_often(whole: Whole) -> None:
@@ -94,14 +95,31 @@ def test_the_policy_succeeds_more_often(whole: Whole) -> None:
     assert "nothing learnt" not in said
 
 
+def test_debug_prints_the_state_and_the_memory_at_each_stage(whole: Whole) -> None:
+    said = whole[2]
+    assert "debug: nothing is wrong with the state" in said
+    stages = re.findall(r"memory in MB, ([a-z ]+): host [\d.]+", said)
+    assert stages == ["start", "loaded", "first rollouts", "first updates", "end"]
+    assert "trained weights" in said
+
+
+def test_names_of_metrics_are_known_before_a_run(whole: Whole) -> None:
+    """Of all but the updates, whose names the agent tells."""
+    names = {name for line in whole[1] for name in line if "/" in name}
+    assert {"rollout/success_rate", "eval/sampled_successes"} <= names <= set(ONLINE_METRICS)
+
+
 def test_a_finished_run_continues_to_the_bit_with_more_steps(whole: Whole, checkpoint: Path, tmp_path: Path) -> None:
     """The checkpoint holds records of start states, kept successes, exploration and the optimiser's moments. With
     `overlap`, where every iteration is evaluated and saved, no rollouts are made ahead."""
     config = small_online_run(checkpoint, tmp_path)
-    _, lines, said = run(dataclasses.replace(small_online_run(checkpoint, tmp_path, overlap=True), steps=2))
+    first = dataclasses.replace(small_online_run(checkpoint, tmp_path, overlap=True), steps=2, log_every=7)
+    _, lines, said = run(first)
+    assert "log_every is 7 and changes nothing: an online run logs every iteration" in said
     assert "online.overlap is on, and nothing can overlap: every iteration is evaluated or saved" in said
     assert numbers(lines) == numbers(whole[1])[:3]
-    saved, lines, _ = run(config, resume=True)
+    saved, lines, said = run(config, resume=True)
+    assert f"from step 2 of {config.folder}; " in said
     # Only a curriculum chooses start states by how much of the run is over, so a shorter first part changes nothing.
     assert numbers(lines) == numbers(whole[1])
     for name, param in params(whole[0]).items():
@@ -582,9 +600,15 @@ def test_an_environment_of_another_robot_is_refused(checkpoint: Path, tmp_path: 
 
 
 def test_a_dry_run_builds_everything_and_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    config = small_online_run(checkpoint, tmp_path / "runs", replay="none", weighting="signed")
+    config = small_online_run(
+        checkpoint, tmp_path / "runs", replay="none", weighting="signed", start_states=StartStatesConfig(pool=60)
+    )
     said = io.StringIO()
     assert train(config, Console(file=said, width=400), dry_run=True) is None
+    assert (
+        "online.start_states.pool is 60 and helpers.walk_env:make has 50 start states to train on; all of them"
+        in said.getvalue()
+    )
     assert "Dry run: weights, data and environment fit together" in said.getvalue()
     assert "signed weights without an anchor have an unbounded loss and diverge" in said.getvalue()
     assert not (tmp_path / "runs").exists()

@@ -1,6 +1,7 @@
 """Loading a checkpoint as a policy, and its actions against those of OpenPI's own policy."""
 
 import dataclasses
+import inspect
 import json
 import re
 import shutil
@@ -237,6 +238,17 @@ def test_weights_with_nan_are_neither_written_nor_served(ours: Path, tmp_path: P
         broken = write_checkpoint(tmp_path, 1, params, {"trossen": stats}, contract)
     with pytest.raises(UserError, match=r"state_proj/bias has NaN or Inf; .* use an earlier checkpoint"):
         load_policy(broken)
+
+
+def test_a_policy_is_printed_in_one_line_without_its_weights(theirs: Policy) -> None:
+    count = sum(param.size for param in theirs.params.values())
+    assert repr(theirs) == f"Policy(π₀, robot aloha, chunks of 10 actions, {count:,} parameters)"
+
+
+def test_an_observation_that_is_not_in_a_list_is_refused_as_such(theirs: Policy) -> None:
+    with pytest.raises(UserError, match=r"one dictionary; act takes a list of them, .* policy\.act\(\[observation\]"):
+        # Without the types that tests check.
+        inspect.unwrap(Policy.act)(theirs, robot_observation("pi0"), theirs.draw_noise(0, 1))
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 32), (2, 10, 32), (1, 10, 14), (1, 2, 3, 10, 32)])

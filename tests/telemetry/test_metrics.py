@@ -1,17 +1,27 @@
 """Metrics of a run: means over windows, no line lost, no line twice."""
 
 import contextlib
+import dataclasses
 import importlib.util
+import io
 import json
 import math
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
+import wandb
+from rich.console import Console
 
+from pistar.config.presets import get_config
+from pistar.config.train import RLTrainConfig
 from pistar.errors import UserError
 from pistar.telemetry.metrics import MetricsLog, add_sums, check_trackers, metric_sums, open_tracker, read_metrics
+from pistar.training.offline import train
 
 
 def window(**values: float) -> dict[str, tuple[jnp.ndarray, jnp.ndarray]]:
@@ -51,11 +61,19 @@ def test_a_resumed_log_drops_later_lines_and_half_a_line(tmp_path: Path) -> None
     assert read_metrics(path)[-1] == {"step": 6, "loss": 1.0}
 
 
+def run_in(runs: Path, **changes: Any) -> RLTrainConfig:
+    """A run whose folder is there."""
+    config = dataclasses.replace(get_config("debug"), runs=runs, exp_name="run", **changes)
+    config.folder.mkdir()
+    return config
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, [open_tracker("tensorboard", tmp_path, "run", {})])
+    config = run_in(tmp_path)
+    log = MetricsLog(config.folder, [open_tracker("tensorboard", config)])
     log.log(2, window(loss=1.5))
     log.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
+    (events,) = (config.folder / "tensorboard").iterdir()
     assert b"loss" in events.read_bytes()
 
 
@@ -72,12 +90,71 @@ def wandb_services() -> list[str]:
 def test_wandb_gets_the_same_numbers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log = MetricsLog(tmp_path, [open_tracker("wandb", tmp_path, "run", {"seed": 0})])
+    config = run_in(tmp_path)
+    check_trackers(["wandb"])  # needs no login offline
+    log = MetricsLog(config.folder, [open_tracker("wandb", config)])
     log.log(2, window(loss=1.5))
     log.close()
     assert not wandb_services(), "it has ended"
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (run,) = (config.folder / "wandb").glob("offline-run-*")
     assert any(path.suffix == ".wandb" and path.stat().st_size for path in run.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "given"),
+    [
+        (None, {}, {"project": "pistar", "name": "run"}),
+        (None, {"WANDB_PROJECT": "theirs", "WANDB_NAME": "first"}, {"project": None, "name": None}),
+        ("mine", {"WANDB_PROJECT": "theirs"}, {"project": "mine", "name": "run"}),
+    ],
+)
+def test_wandb_takes_its_project_from_the_setting_then_the_environment(
+    setting: str | None,
+    environment: dict[str, str],
+    given: dict[str, str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is in the environment is left to W&B."""
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options))
+    open_tracker("wandb", run_in(tmp_path, wandb_project=setting))
+    assert {name: asked.get(name) for name in given} == given
+    assert asked["config"]["wandb_project"] == setting
+
+
+def test_a_wandb_run_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise wandb.errors.CommError("no\nnetwork")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(UserError, match=r"did not start \(no network\); set WANDB_MODE=offline .* with --resume"):
+        open_tracker("wandb", run_in(tmp_path))
+
+
+@pytest.fixture
+def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A user without an account at W&B, and without a terminal."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_wandb_without_a_login_is_refused_before_any_work(tmp_path: Path) -> None:
+    config = dataclasses.replace(get_config("debug"), runs=tmp_path / "runs", trackers=("wandb",))
+    with pytest.raises(UserError, match=r"tracker wandb cannot log in .* run `wandb login`, or set WANDB_MODE=offline"):
+        train(config, Console(file=io.StringIO()))
+    assert not config.runs.exists(), "so the same command can be tried again"
 
 
 @pytest.mark.parametrize(("tracker", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

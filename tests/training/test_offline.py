@@ -39,6 +39,7 @@ from pistar.models.config import LoraConfig
 from pistar.models.pi0 import param_shapes
 from pistar.optim import AdamWConfig, CosineSchedule
 from pistar.policy.load_policy import load_policy
+from pistar.telemetry.metric_names import AUDIT_METRICS, OFFLINE_METRICS
 from pistar.telemetry.metrics import read_metrics
 from pistar.telemetry.progress import ProgressLine
 from pistar.training.offline import train
@@ -46,7 +47,7 @@ from pistar.training.setup import prepare
 from pistar.types import RewardScheme
 
 from helpers.paths import program
-from helpers.small_run import LEROBOT, MODEL, acrlpd_settings, small_run
+from helpers.small_run import LEROBOT, MODEL, acrlpd_settings, small_run, with_data
 
 ROWS = 16
 """Rows of a batch: eight devices can share it in two parts each."""
@@ -108,6 +109,13 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """All lines, without what a clock measured."""
     lines = read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def test_names_of_metrics_are_known_before_a_run(finished: Path) -> None:
+    """Of all but the updates, whose names the agent tells."""
+    names = {name for line in read_metrics(finished / "metrics.jsonl") for name in line}
+    others = {name for name in names if not name.startswith(("critic/", "actor/"))} - {"step"}
+    assert {"audit/bias", "time/step_seconds"} <= others <= {*OFFLINE_METRICS, *AUDIT_METRICS}
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -410,16 +418,17 @@ def test_resuming_with_settings_the_weights_were_not_made_for_is_refused(
 def test_a_finished_run_can_be_made_longer_and_what_changes_with_it_is_noted(
     finished: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """Other data would need other norm stats, which is refused; with the old ones it is possible."""
+    """Other data would need other norm stats, which is refused. If only other episodes are held out, the old stay."""
     shutil.copytree(finished, tmp_path / "debug")
     longer = without_audit(run_in(tmp_path, cache, steps=14, batch_size=4))
-    other = dataclasses.replace(longer, data=dataclasses.replace(longer.data, held_out=0.5))
-    with pytest.raises(
-        UserError, match=r"was trained with norm stats .* the data has changed; .* --data.norm-stats (.*)\.$"
-    ) as e:
-        quietly(other, resume=True)
-    kept = Path(str(e.value).removesuffix(".").split()[-1])
-    printed = quietly(dataclasses.replace(other, data=dataclasses.replace(other.data, norm_stats=kept)), resume=True)
+    refused = r"was trained with norm stats .*: the data has changed, or the settings .* --data.norm-stats (.*)\.$"
+    with pytest.raises(UserError, match=refused) as caught:
+        quietly(with_data(longer, columns={"actions": "observation.state"}), resume=True, dry_run=True)
+    gone = Path(str(caught.value).removesuffix(".").split()[-1])
+    assert gone.exists()
+    other = with_data(longer, held_out=0.5)
+    printed = quietly(other, resume=True)
+    assert re.search(r"starts from .* step 12 of ", printed)
     assert f"note: batch_size was {ROWS} and is now 4: from here on" in printed
     assert "note: data.held_out was 0.2 and is now 0.5" in printed
     assert "episodes held out so far may be trained on" in printed
@@ -429,6 +438,11 @@ def test_a_finished_run_can_be_made_longer_and_what_changes_with_it_is_noted(
     assert after[: len(before)] == before
     assert [line["step"] for line in after[len(before) :]] == [14]
     assert saved_steps(tmp_path / "debug" / "checkpoints") == [14]
+    assert load_config(tmp_path / "debug" / "config.yaml").data.norm_stats == tmp_path / "debug" / "norm_stats.json"
+    assert not gone.exists()
+    for norm_stats in (None, gone):  # the same command again; a file that was in a checkpoint
+        again = dataclasses.replace(with_data(other, norm_stats=norm_stats), steps=16)
+        assert re.search(r"starts from .* step 14 of ", quietly(again, resume=True, dry_run=True))
 
 
 def test_gradient_accumulation_reaches_the_agent(tmp_path: Path, cache: Path) -> None:

@@ -1,25 +1,22 @@
 """Preparing a run: columns, episodes, notes."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pistar.agents.config import AcrlpdConfig, BcConfig
-from pistar.config.model_presets import MODELS
+from pistar.config.model_presets import MODELS, with_adapters
 from pistar.config.train import RLTrainConfig
 from pistar.data.success_sources import FromColumn
 from pistar.errors import UserError
 from pistar.training.setup import prepare
 
-from helpers.small_run import small_run
+from helpers.small_run import LEROBOT, small_run, with_data
 
 LEFT, RIGHT = "images/cam_left_wrist", "images/cam_right_wrist"
-
-
-def with_data(config: RLTrainConfig, **changes: object) -> RLTrainConfig:
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -92,3 +89,35 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused(config: RLTrainConfig,
     says = r"is a π₀\.₅ and this run's model is not .* --model\.pi05 --model\.max-token-len"
     with pytest.raises(UserError, match=says):
         prepare(dataclasses.replace(config, checkpoint=checkpoint, model=MODELS["pi0_tiny"]), dry=True)
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_before_datasets_are_read(config: RLTrainConfig) -> None:
+    nowhere = with_data(dataclasses.replace(config, checkpoint="/nowhere/1000"), datasets=("/no/dataset",))
+    with pytest.raises(UserError, match=r"^/nowhere/1000 does not exist; name a checkpoint folder"):
+        prepare(nowhere, dry=True)
+
+
+def test_errors_name_the_dataset_where_there_are_several(config: RLTrainConfig) -> None:
+    without = FromColumn("no.such.column")
+    first, second = (str(LEROBOT / name) for name in ("lerobot_v21", "lerobot_v30"))
+    with pytest.raises(UserError, match=f"^{re.escape(first)}: The dataset has no column 'no.such.column'"):
+        prepare(with_data(config, success=without, datasets=(first, second)), dry=True)
+    with pytest.raises(UserError, match=r"^The dataset has no column"):
+        prepare(with_data(config, success=without), dry=True)
+    with pytest.raises(UserError, match=r"^/nowhere does not exist"):
+        prepare(with_data(config, datasets=(first, "/nowhere")), dry=True)
+
+
+def test_adapters_on_fresh_weights_are_noted(config: RLTrainConfig) -> None:
+    adapted = dataclasses.replace(config, model=with_adapters(config.model))
+    words = "the model has LoRA adapters and starts from fresh weights"
+    assert [words in " ".join(prepare(each, dry=True).context.notes) for each in (adapted, config)] == [True, False]
+
+
+def test_a_horizon_beyond_the_episodes_is_noted(config: RLTrainConfig) -> None:
+    long = dataclasses.replace(config, model=dataclasses.replace(config.model, action_horizon=500))
+    said = [" ".join(prepare(each, dry=True).context.notes) for each in (long, config)]
+    assert re.search(
+        r"action_horizon is 500 and episodes of .* have \d+ frames on average, so 9\d% of a chunk", said[0]
+    )
+    assert "of a chunk is padding" not in said[1]

@@ -176,6 +176,18 @@ class Checkpoint:
         return open_leaves(self.train_state, STATE)
 
 
+def check_exists(path: str | Path) -> None:
+    """Refuse a path where there is nothing."""
+    if Path(path).exists():
+        return
+    if remote := re.match(r"(\w+):/+(.*)", str(path)):  # a Path has lost the second slash
+        address = "://".join(remote.groups())
+        raise UserError(f"{address} is a remote address; download it first, for example with `gsutil -m cp -r`.")
+    raise UserError(
+        f"{path} does not exist; name a checkpoint folder (with params/ or {WEIGHTS_FILE} in it) or its .tar.gz."
+    )
+
+
 @contextlib.contextmanager
 def open_checkpoint(path: str | Path, *, vision_heads: int | None = None) -> Iterator[Checkpoint]:
     """Open a step folder, its params folder, a folder with one step below it, or a tar archive of any of these.
@@ -183,13 +195,7 @@ def open_checkpoint(path: str | Path, *, vision_heads: int | None = None) -> Ite
     `vision_heads` is for PyTorch checkpoints with a vision tower of unusual size: their weights do not show it.
     """
     path = Path(path)
-    if not path.exists():
-        if remote := re.match(r"(\w+):/+(.*)", str(path)):  # a Path has lost the second slash
-            address = "://".join(remote.groups())
-            raise UserError(f"{address} is a remote address; download it first, for example with `gsutil -m cp -r`.")
-        raise UserError(
-            f"{path} does not exist; name a checkpoint folder (with params/ or {WEIGHTS_FILE} in it) or its .tar.gz."
-        )
+    check_exists(path)
     if path.is_dir():
         # Without "..", which tensorstore does not accept.
         yield _find(Path(os.path.abspath(path)), str(path), vision_heads)
@@ -205,6 +211,15 @@ def open_checkpoint(path: str | Path, *, vision_heads: int | None = None) -> Ite
             yield dataclasses.replace(_find(Path(folder), str(path), vision_heads), unpacked=unpacked)
         except UserError as error:
             raise UserError(Checkpoint(path, None, unpacked).with_archive_path(str(error))) from error
+
+
+def opened_step(path: Path, vision_heads: int | None = None) -> Path:
+    """The step folder that `open_checkpoint` opens where this folder has one below it; else the path itself."""
+    if not path.is_dir():
+        return path
+    folder = Path(os.path.abspath(path))
+    step = _find(folder, str(path), vision_heads).step
+    return path / step.relative_to(folder) if step is not None and folder in step.parents else path
 
 
 def _unpack(archive: Path, folder: Path) -> None:

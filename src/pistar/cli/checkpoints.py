@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pistar.cli.printing import and_more, make_table
+from pistar.cli.printing import out as standard_output
 from pistar.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def verify(
     from rich.progress import Progress
 
     from pistar.checkpoints import verify as verification
+    from pistar.checkpoints.reader import opened_step
 
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -51,17 +53,19 @@ def verify(
             vision_heads=vision_heads,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    facts = make_table("", "", title=Text(str(checkpoint)), show_header=False)
+    opened = opened_step(checkpoint, vision_heads)  # of a run's folder, its step
+    facts = make_table("", "", title=Text(str(opened)), show_header=False)
     checks = make_table("", "", "", show_header=False)
     for name, value in report.facts.items():
         facts.add_row(name, Text(value))
     for check in report.checks:
         mark = Text("✗", "red") if check.problems else Text("·") if check.absent else Text("✓", "green")
         checks.add_row(mark, check.name, Text("\n".join(check.problems) or check.detail))
-    Console().print(facts, checks)
+    console = standard_output()
+    console.print(facts, checks)
     if report.problems:
         raise UserError(f"{checkpoint}: {and_more(report.problems[0], len(report.problems) - 1)}.")
-    Console().print("Whole and sound.")
+    console.print("Whole and sound.")
 
 
 def export_checkpoint(
@@ -156,7 +160,7 @@ def _print_result(path: str, done: "ConvertedCheckpoint") -> None:
     from pistar.checkpoints.convert.notes import cannot_load, differences
     from pistar.models.infer_config import MODEL_NAMES
 
-    proof, console = done.proof, Console(soft_wrap=True, highlight=False)
+    proof, console = done.proof, standard_output()
     kind, dialect = MODEL_NAMES[done.config.model_type], done.source.checkpoint.dialect
     title = f"{path}: {kind}, {dialect} → {done.options.dialect}"
     table = make_table("", "what", "how", title=Text(title), show_header=False)
@@ -188,7 +192,7 @@ def _print_result(path: str, done: "ConvertedCheckpoint") -> None:
     table.add_row(*_outputs_row(done))
     for note in differences(done):
         table.add_row(Text("!", "yellow"), note.topic, Text(note.text))
-    Console().print(table)
+    console.print(table)
     useless = cannot_load(done)
     console.print(f"Wrote {done.folder}" + (f". But {useless.text}" if useless else ""), markup=False)
 

@@ -156,7 +156,7 @@ def _print_findings(report: "CheckReport") -> None:
             if finding.fix is None and finding.severity == "error" and not episodes:
                 done = "cannot"
             table.add_row(mark, ranges(episodes) or "all", finding.kind, Text(finding.message), done)
-        Console().print(table)
+        standard_output().print(table)
     states = f"{len(report.intact)} intact, {len(report.fixable)} fixable, {len(report.dropped)} lost"
     counts = f"{counted(len(report.errors), 'error')}, {counted(len(report.warnings), 'warning')}"
     total = counted(len(report.dataset.episodes), "episode")
@@ -208,6 +208,9 @@ def show(
         raise UserError(f"--columns is {columns}; show at least 1 frame (try 8).")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out is {out}; it is a PNG: give it a name that ends in .png.")
+    if not out.parent.is_dir():
+        raise UserError(f"--out is {out} and there is no folder {out.parent}; create it, or name another place.")
+    check_writable("--out", out)
     view = view_episode(dataset, episode, columns)
     length, fps = view.info.length, view.dataset.fps
     outcome = {
@@ -228,7 +231,6 @@ def show(
     )
     for text in view.notes:
         note(text)
-    out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out)
     standard_output().print(f"Wrote {out}", markup=False)
 

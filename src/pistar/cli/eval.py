@@ -32,6 +32,8 @@ class OutputOptions:
 
     out: Path = Path("evaluation.json")
     """JSON file for counts, intervals, the comparison and every episode. It is written after every task."""
+    overwrite: bool = False
+    """Replace the evaluation that --out already contains. Without this option an existing file is refused."""
     save_dataset: Path | None = None
     """New folder for the episodes as a LeRobot v3.0 dataset."""
     video: int = 0
@@ -41,6 +43,11 @@ class OutputOptions:
         if self.video < 0:
             raise UserError(f"--video is {self.video}; give a whole number from 0 up.")
 
+    @property
+    def against_out(self) -> Path:
+        """JSON file of the checkpoint to compare with."""
+        return self.out.with_name(f"{self.out.stem}_against.json")
+
     def check(self, against: Path | None) -> None:
         """Refuse places that cannot be written, before the work."""
         if self.out.suffix != ".json" or self.out.is_dir():
@@ -48,6 +55,9 @@ class OutputOptions:
         check_writable("--out", self.out)
         if against is not None and against.resolve() == self.out.resolve():
             raise UserError(f"--against and --out are both {self.out}; it would be overwritten before it is read.")
+        files = [self.out] if against is None or against.suffix == ".json" else [self.out, self.against_out]
+        if (taken := [path for path in files if path.exists()]) and not self.overwrite:
+            raise UserError(f"{taken[0]} exists already; name another --out, or replace that evaluation: --overwrite.")
         if self.save_dataset is not None:
             if self.save_dataset.exists():
                 raise UserError(f"--save-dataset {self.save_dataset} exists already; datasets are never overwritten.")
@@ -127,12 +137,16 @@ def evaluate(
 
 def _prepare(path: Path, settings: "EpisodeSettings", options: PolicyOptions, best_of: int) -> Contestant:
     """A checkpoint ready to be evaluated."""
+    from pistar.checkpoints.reader import opened_step
     from pistar.envs.rollout import batch_size
     from pistar.evaluation.evaluate import ActingPolicy, PolicyRecord, prepare_evaluation
     from pistar.policy.actor import Actor
     from pistar.policy.critic_selector import load_critic_selector
     from pistar.policy.load_policy import load_policy
 
+    if (step := opened_step(path)) != path:
+        note(f"{path} holds one checkpoint; using {step}.")
+        path = step
     policy: Policy = load_policy(path, options)
     selector = load_critic_selector(path) if best_of > 1 else None
 
@@ -203,7 +217,7 @@ def _run_and_print(
     console, written = standard_output(), [output.out]
     first = dataclasses.replace(first, results=_evaluate(first, settings, output, written))
     if second is not None and second.policy is not None:
-        beside = [output.out.with_name(f"{output.out.stem}_against.json")]
+        beside = [output.against_out]
         options = dataclasses.replace(output, save_dataset=None, out=beside[0])
         second = dataclasses.replace(second, results=_evaluate(second, settings, options, beside))
         written += beside

@@ -1,7 +1,9 @@
 """The command line. Each command imports what it needs when it runs, so that `pistar --help` is instant."""
 
 import difflib
-import importlib.metadata
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +13,14 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
+import pistar
 from pistar.cli.checkpoints import export_checkpoint, import_checkpoint, verify
 from pistar.cli.data import check, collect, convert, show, stats, weigh
+from pistar.cli.data_info import info
+from pistar.cli.doctor import doctor
 from pistar.cli.eval import evaluate
 from pistar.cli.printing import joined_docstrings, make_table
+from pistar.cli.printing import out as standard_output
 from pistar.cli.runs import plan, sweep, train
 from pistar.errors import UserError, check_seed
 
@@ -67,7 +73,7 @@ def presets() -> None:
         where = f"{run.robot} data" if run.online is None else run.online.environment.replace(",", ", ")
         sizes = (str(run.batch_size), str(run.steps))
         runs.add_row(name, model_name(run.model), run.algorithm.name, where, *sizes)
-    Console().print(table, runs)
+    standard_output().print(table, runs)
 
 
 def _train_help(args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> None:
@@ -98,6 +104,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_checkpoint,
     "import": import_checkpoint,
     "presets": presets,
+    "doctor": doctor,
+    "data info": info,
     "data stats": stats,
     "data convert": convert,
     "data check": check,
@@ -117,14 +125,33 @@ def _data_help() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command. A user's mistake is one line on stderr and exit code 1."""
-    args = sys.argv[1:] if args is None else args
+    try:
+        try:
+            _main(sys.argv[1:] if args is None else args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads the output any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return bool(poll.poll(0))
+
+
+def _main(args: Sequence[str]) -> None:
     if list(args[:1]) == ["data"]:
         if len(args) == 1 or args[1] in ("-h", "--help"):
             _data_help()
             sys.exit(0 if len(args) > 1 else 2)
         args = [" ".join(args[:2]), *args[2:]]  # one command in two words
     if list(args) == ["--version"]:
-        Console().print(f"pistar {importlib.metadata.version('pistar-rl')}", highlight=False)
+        Console().print(f"pistar {pistar.__version__}", highlight=False)
         return
     try:
         _dispatch(args)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from pistar.evaluation.results import Trial
 
 
+_WIDE = 10_000
+"""Columns of an output that has no screen: more than any table needs."""
+
+
 def make_table(*names: str, title: Text | None = None, show_header: bool = True) -> Table:
     """A table whose columns fold long words rather than cut them off."""
     table = Table(title=title, show_header=show_header)
@@ -41,8 +45,11 @@ def joined_docstrings() -> Iterator[None]:
 
 
 def out() -> Console:
-    """Standard output, without wrapping."""
-    return Console(soft_wrap=True, highlight=False)
+    """Standard output, without wrapping. In a file or a pipe, tables are as wide as their content."""
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console
 
 
 def note(text: str, kind: str = "note") -> None:

@@ -64,10 +64,17 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
     if not args or (asked and args[0].startswith("-")):
         parser.print_help()
         sys.exit(0 if asked else 2)
+    resumed = None
     if args[0].startswith("-"):
-        raise UserError(_without_preset(parser.prog, args, list_configs()))
+        folder = _folder_to_resume(args)
+        if folder is None or (str(folder) in list_configs() and not folder.exists()):
+            raise UserError(_without_preset(parser.prog, args, list_configs()))
+        from pistar.training.run_folder import settings_of_run
+
+        resumed = settings_of_run(folder, say=notes.append)
+        args = [resumed.name, *args]
     options, rest = parser.parse_known_args(args)
-    config = get_config(options.preset)
+    config = get_config(options.preset) if resumed is None else resumed
     if options.config is not None:
         config = load_config(options.config, config, say=notes.append)
     for text in notes:
@@ -77,6 +84,7 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
     if asked:
         parser.print_help()
     _refuse_yaml_only(rest, config)
+    log_every = config.log_every
     with joined_docstrings():
         config = tyro.cli(
             RLTrainConfig,
@@ -86,17 +94,30 @@ def _read_run(parser: argparse.ArgumentParser, args: Sequence[str]) -> "tuple[ar
             # An option for each setting and no --no-…: a flag is shown as what changes the default.
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
         )
+    if config.online is not None and config.log_every != log_every:
+        raise UserError(
+            f"--log-every is {config.log_every}, and {options.preset} makes rollouts: it logs every iteration; leave "
+            "--log-every out."
+        )
     return options, config
+
+
+def _folder_to_resume(args: Sequence[str]) -> Path | None:
+    """The folder after --resume, if there is one."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--resume", nargs="?", type=Path)
+    folder: Path | None = finder.parse_known_args(args)[0].resume
+    return folder
 
 
 def _refuse_yaml_only(args: Sequence[str], config: "RLTrainConfig") -> None:
     """Say of a setting that is not an option how it can be set."""
     from pistar.config.train import is_yaml_only
 
-    for arg in args:
-        name = arg.partition("=")[0].removeprefix("--").replace("-", "_")
-        if arg.startswith("--") and is_yaml_only(config, name):
-            raise UserError(f"{arg} is not an option; write {name} into a YAML file and give it as --config FILE.")
+    names = {arg: arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
+    how = "{} is not an option; write {} into a YAML file and give it as --config FILE."
+    if refused := [how.format(arg, name) for arg, name in names.items() if is_yaml_only(config, name)]:
+        raise UserError(" ".join(refused))
 
 
 def _none_for_tyro(args: Sequence[str], config: "RLTrainConfig") -> list[str]:
@@ -126,7 +147,13 @@ def train(args: Sequence[str]) -> None:
     parser = _run_parser(
         "train", "Train a policy: from logged data, or (ript_…, acrlpd_online_…) from its own rollouts in a simulator."
     )
-    parser.add_argument("--resume", action="store_true", help="Continue from the run's last checkpoint.")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="Continue from the run's last checkpoint. With the run's folder (runs/NAME), no preset is needed.",
+    )
     parser.add_argument("--overwrite", action="store_true", help="Delete an existing run of the same name first.")
     parser.add_argument("--dry-run", action="store_true", help="Check settings, data and checkpoint without training.")
     parser.add_argument("--debug", action="store_true", help="Stop at the first NaN, and print state and memory.")
@@ -139,6 +166,12 @@ def train(args: Sequence[str]) -> None:
     parser.add_argument("--hosts", type=int, metavar="N", help="Number of hosts in a run on several hosts.")
     parser.add_argument("--host", type=int, metavar="I", help="Number of this host, counted from 0.")
     options, config = _read_run(parser, args)
+    if options.resume and Path(options.resume).resolve() != config.folder.resolve():
+        raise UserError(
+            f"--resume names {options.resume} and the other options {config.folder}; resume a run by its folder alone "
+            f"(pistar train --resume {options.resume}), or by its preset and --exp-name."
+        )
+    options.resume = options.resume is not None
     if options.debug:
         import jax
 
@@ -153,12 +186,12 @@ def train(args: Sequence[str]) -> None:
         multihost.join_hosts(options.coordinator, options.hosts, options.host, say=say)
     leader = multihost.is_leader()
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not leader)
-    how = {"resume": options.resume, "overwrite": options.overwrite, "dry_run": options.dry_run}
+    how = {name: getattr(options, name) for name in ("resume", "overwrite", "dry_run", "debug")}
     with multihost.explain_lost_hosts():
         if config.online is not None:
             saved = online.train(config, console, **how)
         else:
-            saved = offline.train(config, console, **how, debug=options.debug)
+            saved = offline.train(config, console, **how)
     multihost.leave_hosts()
     if saved is not None and leader:
         what = ", of the policy the run started with" if has_learnt_nothing(saved) else ""
@@ -276,13 +309,16 @@ def _print_plans(options: argparse.Namespace, plans: "Mapping[str, Plan]") -> No
 
 def sweep(args: Sequence[str]) -> None:
     """pistar sweep PRESET --param a.b=1,2,3 [--param …] [--seeds N] [--any.field value]"""
-    parser = _run_parser("sweep", "Compare settings: a run of each combination and seed, and a table of all of them.")
+    parser = _run_parser(
+        "sweep", "Compare settings: each combination is run with two seeds (see --seeds), and a table shows all runs."
+    )
     parser.add_argument(
         "--param",
         action="append",
         default=[],
         metavar="FIELD=V,V",
-        help="A setting and the values to compare. Repeat the option for more settings.",
+        help="A setting and the values to compare. Repeat the option for more settings. Where peak_lr varies, decay_lr "
+        "keeps its ratio to it, unless it varies too.",
     )
     parser.add_argument(
         "--seeds",
@@ -296,10 +332,10 @@ def sweep(args: Sequence[str]) -> None:
         help="Metric to compare. The default is the evaluated success of online runs, and the loss of others.",
     )
     options, config = _read_run(parser, args)
-    from pistar.sweep import Sweep, SweepRun, default_metric, measured_names, parse_param, rows
+    from pistar.sweep import Sweep, SweepRun, choose_metric, measured_names, parse_param, rows
 
     comparison = Sweep(options.preset, config, [parse_param(text) for text in options.param], options.seeds)
-    metric = options.metric or default_metric(config)
+    metric = choose_metric(comparison, options.metric)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     done = sum(run.state == "finished" for run in comparison.runs)
     size = f"{counted(len(comparison.combinations), 'combination')} × {counted(len(comparison.seeds), 'seed')}"
@@ -315,7 +351,7 @@ def sweep(args: Sequence[str]) -> None:
 
     whole = comparison.run(before, after)
     found = rows(comparison, metric)
-    Console().print(_sweep_table(found, metric, comparison.seeds))
+    standard_output().print(_sweep_table(found, metric, comparison.seeds))
     standard_output().print(f"Wrote {comparison.save(found, metric)}", markup=False)
     if not whole:
         console.print("Stopped on request; the same command continues.")

@@ -1,13 +1,17 @@
-"""Names of other programs' settings, and what each is here: PI0-RIPT's YAML, the flags and YAML of `ac_training`.
+"""Names of `ac_training`'s settings and flags and what each is here, and the rules such tables are made of.
 
-Every name of theirs has an entry in its section: its name here, or why there is no such setting.
+Every name of theirs has an entry in its section: its name here, or why there is no such setting. PI0-RIPT's names are
+in migrate_ript.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from pistar.errors import UserError
+
+NONE: Final = object()
+"""What `Rule.change` returns for the value none: if it returns None, the setting stays as the preset has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,37 +24,42 @@ class Rule:
     """What its value becomes. None leaves the setting as the preset has it."""
     why: str = ""
     """Why there is no such setting, or what is different about it."""
+    also: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Settings here that it needs to have an effect: made so unless the file sets them."""
+    gives_way: bool = False
+    """Whether another name for the same setting in the same file wins."""
 
 
-TASKS = ("task_name", "task_id")
-"""Their names for one task of a suite."""
-
-
-def _constant_rate(value: float | str) -> dict[str, Any]:  # YAML reads 3e-5, which has no dot, as a string
-    rate = float(value)
-    return {"type": "CosineSchedule", "warmup_steps": 0, "peak_lr": rate, "decay_steps": 1, "decay_lr": rate}
+Names = dict[str, Rule]
 
 
 def falling_rate(value: float | str) -> dict[str, Any]:
     """A learning rate that falls to a tenth."""
-    return {"peak_lr": float(value), "decay_lr": float(value) / 10}
+    return {"peak_lr": float(value), "decay_lr": float(value) / 10}  # YAML reads 3e-5, which has no dot, as a string
 
 
-def _as_environment(suite: str) -> str:
-    return suite.lower().replace("libero_", "libero/")
+def no(why: str) -> Rule:
+    """A setting without a counterpart."""
+    return Rule(None, why=why)
 
 
-def _when(truth: bool, then: object) -> Callable[[Any], Any]:
+def same(section: str, *names: str) -> Names:
+    """Settings with the same name here."""
+    return {name: Rule(f"{section}.{name}" if section else name) for name in names}
+
+
+def alike(rule: Rule, *names: str) -> Names:
+    """Several names for one setting."""
+    return dict.fromkeys(names, rule)
+
+
+def when(truth: bool, then: object) -> Callable[[Any], Any]:
     """`then` if their value is this; else the preset's."""
     return lambda value: then if bool(value) is truth else None
 
 
-def _no(why: str) -> Rule:
-    return Rule(None, why=why)
-
-
-def _only(*allowed: object, remedy: str) -> Callable[[Any], Any]:
-    """Refuse all but the one value there is here."""
+def only(*allowed: object, remedy: str) -> Callable[[Any], Any]:
+    """Refuse all but the values that are so here anyway."""
 
     def check(value: object) -> None:
         if value not in allowed:
@@ -59,315 +68,199 @@ def _only(*allowed: object, remedy: str) -> Callable[[Any], Any]:
     return check
 
 
-# --- PI0-RIPT ---------------------------------------------------------------------------------------------------------
-
-Names = dict[str, Rule]
-
-_MIXED = _no("matrices are multiplied in model.dtype, bfloat16 in every full-size preset")
-_WINDOWS = _no("chunks start where the policy was queried, and only executed steps count")
-_FRAMES = _no("data has its own section here: --data.datasets")
-_SIMULATORS = _no("simulators run in their own processes and are replaced when they fail")
-_LOG = _no("metrics.jsonl is always written; W&B takes its own settings from its environment variables")
-_FILMS = _no("`pistar eval --video N` films a checkpoint")
-_WHOLE = _no("every checkpoint is complete, optimiser included; keep_last and keep_every say which stay")
-_RESUME = _no("`pistar train … --resume` continues a run")
-_HOSTS = _no("devices are found automatically, hosts are given with --coordinator")
+def always(so: str, otherwise: str) -> Rule:
+    """A switch that is always on here."""
+    return Rule(None, only(True, remedy=otherwise), so)
 
 
-def _same(section: str, *names: str) -> Names:
-    """Settings with the same name here."""
-    return {name: Rule(f"{section}.{name}" if section else name) for name in names}
+def never(so: str, otherwise: str) -> Rule:
+    """A switch that is always off here."""
+    return Rule(None, only(False, None, remedy=otherwise), so)
 
-
-def _alike(rule: Rule, *names: str) -> Names:
-    """Several names for one setting."""
-    return dict.fromkeys(names, rule)
-
-
-_CHECKPOINT = _alike(Rule("checkpoint", why="any format: OpenPI, OpenPI's PyTorch, LeRobot"), "policy_path")
-_CHECKPOINT |= _alike(Rule("checkpoint"), "checkpoint", "checkpoint_path", "pretrained_path")
-_STATS: Names = {"norm_stats_path": Rule("data.norm_stats")}
-_POLICY: Names = {
-    **_CHECKPOINT,
-    **_STATS,
-    "path": Rule("checkpoint"),
-    "name": _no("the preset has one"),
-    "type": _no("the weights say whether it is π₀ or π₀.₅"),
-    **_alike(Rule("model.action_horizon"), "action_horizon", "chunk_size", "n_action_steps"),
-    **_alike(_no("the robot has it"), "state_dim", "action_dim"),
-    "train_expert_only": Rule("model.freeze", _when(True, ["vision", "vlm"])),
-    "freeze_vision_encoder": Rule("model.freeze", _when(True, ["vision"])),
-    "cfg_enabled": Rule("algorithm.weighting", lambda on: "cfg" if on else "positive"),
-    "dtype": Rule("model.dtype"),
-}
-_ONE_TASK = Rule(
-    "online.environment", lambda name: None if name is None else {"/": str(name)}, "by its number in the suite"
-)
-_SUITE = Rule("online.environment", _as_environment)
-_PLACE: Names = {
-    "benchmark_name": _SUITE,
-    **_alike(_ONE_TASK, *TASKS),
-    "task_names_to_use": _no("name tasks by their numbers in the suite: --online.environment libero/goal/3"),
-    "task_selection_mode": _no("a suite's name alone means all its tasks: --online.environment libero/goal"),
-    **_alike(Rule("online.environments"), "num_parallel_envs", "num_envs"),
-    "max_episode_length": Rule("online.limit"),
-    "num_init_states": Rule("online.start_states.pool"),
-    **_same("online", "environments", "execute", "limit", "workers"),
-}
-_CLIP = _alike(Rule("policy_optimizer.clip_norm", float), "grad_norm_clip", "max_grad_norm")
-_RATE = _alike(Rule("policy_optimizer.schedule", _constant_rate, "constant"), "lr", "learning_rate")
-_BATCH: Names = {
-    **_alike(Rule("online.epochs", float), "num_epochs", "ppo_epochs", "epochs"),
-    **_alike(Rule("batch_size"), "data_batch_size", "batch_size"),
-    "gradient_accumulation_steps": Rule(
-        "gradient_accumulation", why="here the parts of a batch, which must divide batch_size"
-    ),
-    **_CLIP,
-    **_RATE,
-}
-_GUIDANCE: Names = {
-    "cfg_enabled": _POLICY["cfg_enabled"],
-    "cfg_uncond_weight": _no("algorithm.label_dropout leaves the label out of some chunks, instead of a second loss"),
-    **_alike(Rule("algorithm.guidance"), "collection_cfg_scale", "cfg_scale"),
-    "advantage_clip": Rule("algorithm.advantage_clip"),
-    **_alike(Rule("algorithm.standardise"), "normalize_advantage", "normalize_advantages"),
-    **_alike(Rule("algorithm.anchor", why="the distance of velocities, there is no KL"), "kl_coef", "anchor_weight"),
-}
-_CHOICE: Names = {
-    "enable_dynamic_sampling": Rule(
-        "algorithm.attempts", lambda on: 6 if on else 1, "start states whose rollouts all end alike are replaced"
-    ),
-    "enable_rollout_stats_tracking": Rule("online.start_states.choice", lambda on: "skip_solved" if on else "uniform"),
-    "rollout_skip_threshold": Rule("online.start_states.skips"),
-    "rollout_stats_path": _no("records of start states are in the checkpoint"),
-    "use_val_init": Rule(
-        None, _only(False, remedy="start states of the evaluation are never learnt from: leave it out"), "never done"
-    ),
-    "demo_batch_size": Rule("online.start_states_per_iteration"),
-    **_alike(Rule("algorithm.group_size"), "rloo_batch_size", "group_size"),
-    "rollouts_per_env": _no("algorithm.group_size is the number of rollouts of a start state, on any environments"),
-    "early_stop_percentage": _no("online.start_states_per_iteration is the number of start states of an iteration"),
-}
-_KEPT: Names = {
-    **_alike(Rule("save_every"), "save_freq", "save_interval", "save_every"),
-    **_alike(Rule("log_every"), "log_freq", "log_interval", "log_every", "log_every_n_steps"),
-    **_alike(_WHOLE, "save_best", "save_optimizer_freq", "save_optimizer_final", "save_checkpoints"),
-    "save_every_n_epochs": _no("save_every counts iterations, each with all its epochs"),
-}
-_STEPS = _alike(Rule("steps"), "num_train_steps", "n_steps", "steps")
-
-RIPT: dict[str, Names] = {
-    "": {
-        "exp_name": Rule("exp_name"),
-        "output_dir": Rule("runs"),
-        "seed": Rule("seed"),
-        "benchmark_name": _SUITE,
-        "unified_pool_batch_size": Rule("batch_size"),
-        "unified_pool_shuffle": _no("batches are always drawn from all chunks"),
-        **_CHECKPOINT,
-        **_STATS,
-        **_STEPS,
-        **_same("", "batch_size", "save_every", "log_every", "trackers", "fsdp_devices"),
-        **_alike(_FRAMES, "data_prefix", "libero_data_prefix", "use_libero_demos"),
-    },
-    "model": _POLICY,
-    "policy": _POLICY,
-    "environment": {
-        **_PLACE,
-        **_alike(_SUITE, "name", "suite"),
-        "max_steps": Rule("online.limit"),
-        "use_libero": _no("the environment's name begins with it: libero/goal"),
-    },
-    "task": _PLACE,
-    "algo": {**_BATCH, **_GUIDANCE, **_CHOICE, **_STATS},
-    "training": {
-        **_BATCH,
-        **_KEPT,
-        **_STEPS,
-        **_same("", "seed", "gradient_accumulation"),
-        "num_rollouts": _no("steps counts iterations, algorithm.group_size the rollouts of a start state: say which"),
-        "rollout_steps": _FRAMES,
-        "load_obs": _FRAMES,
-        **_alike(_MIXED, "use_mixed_precision", "use_amp", "fp16", "bf16"),
-        **_alike(_RESUME, "resume", "resume_path"),
-        "debug_loss_computation": _no("losses are in metrics.jsonl"),
-    },
-    "optimizer": {
-        **_CLIP,
-        **_RATE,
-        "weight_decay": Rule("policy_optimizer.weight_decay", float),
-        "betas": Rule("policy_optimizer", lambda betas: dict(zip(("b1", "b2"), map(float, betas), strict=True))),
-        "beta1": Rule("policy_optimizer.b1"),
-        "beta2": Rule("policy_optimizer.b2"),
-        "eps": Rule("policy_optimizer.eps", float),
-        "momentum": _no("the optimiser is AdamW"),
-        "type": Rule(
-            None, _only("Adam", "AdamW", "adam", "adamw", remedy="the optimiser is AdamW: leave it out"), "always AdamW"
-        ),
-    },
-    "loss": {
-        **_GUIDANCE,
-        "type": _no("--algorithm.weighting says how advantages become weights: positive, exp, signed or cfg"),
-        "temperature": Rule("algorithm.beta", float, "for the weighting exp"),
-    },
-    "sampling": {
-        **_CHOICE,
-        "strategy": Rule(
-            "online.start_states.choice",
-            lambda name: {"random": "uniform", "success_rate": "curriculum"}.get(name, name),
-        ),
-        "success_rate_target": Rule("online.start_states.target", lambda rate: [float(rate), float(rate)]),
-        "difficulty_adaptation": _no(
-            "the strategy curriculum always prefers start states near the target success rate"
-        ),
-        "exploration_share": Rule("online.start_states.uniform_fraction", float),
-    },
-    "logging": {
-        **_KEPT,
-        "trackers": Rule("trackers"),
-        "use_wandb": Rule("trackers", lambda on: ["wandb"] if on else []),
-        "log_dir": _no("a run has one folder for everything, under --runs"),
-        "save_video": _FILMS,
-        **_alike(
-            _LOG, "wandb_project", "wandb_entity", "wandb_mode", "project", "group", "mode", "resume", "save_code"
-        ),
-        **_alike(_LOG, "swanlab_project", "swanlab_run_name", "swanlab_tags"),
-        "log_gradients": _no("the gradients' norm is in metrics.jsonl"),
-    },
-    "debug": {
-        **_alike(_FILMS, "save_videos", "save_video", "save_rollout_videos", "video_dir"),
-        **_alike(_no("losses are in metrics.jsonl, `--debug` stops at the first NaN"), "save_loss_details"),
-        **_alike(
-            _no("`pistar train --debug` prints more"), "verbose", "verbose_logging", "debug_mode", "distributed_debug"
-        ),
-        "log_memory_usage": _no("`pistar train --debug` shows memory at each stage"),
-        "profile_performance": _no("seconds of rollouts and of updates are in metrics.jsonl"),
-        "save_intermediate_results": _WHOLE,
-    },
-    "distributed": {
-        "engine": Rule("online.engine"),
-        "fsdp_devices": Rule("fsdp_devices"),
-        **_same("online", "workers"),
-        **_alike(_HOSTS, "enabled", "backend", "world_size", "timeout_seconds", "init_method"),
-        **_alike(
-            _no("see fsdp_devices"), "find_unused_parameters", "bucket_cap_mb", "zero_optimization", "sharded_ddp"
-        ),
-        "gradient_checkpointing": _no("see model.remat"),
-        **_alike(_MIXED, "fp16", "bf16"),
-    },
-}
-"""By section; the first is the top of the file. A section may stand in another, as training.optimizer does."""
-RIPT["env"] = RIPT["environment"]
-RIPT_LEFT_OUT: dict[str, str] = {
-    "features": _SIMULATORS.why,
-    "dataset": _FRAMES.why,
-    "data_processing": _WINDOWS.why,
-    "train_dataloader": _FRAMES.why,
-    "enhanced_sampling": "see algorithm.attempts and online.start_states",
-    "task_distribution": "tasks are assigned to environments automatically",
-    "data_parallel": _HOSTS.why,
-    "performance": "see `pistar plan`",
-    "fault_tolerance": f"{_SIMULATORS.why}; {_RESUME.why}",
-    "monitoring": _LOG.why,
-    "system": "see online.health and algorithm.auto_tune",
-    "rollout": "evaluation is online.evaluate_every and online.evaluate_episodes",
-    "defaults": "it is Hydra's; name a preset, and merge the files it names into this one",
-}
-"""Their tables without a counterpart."""
 
 # --- ac_training ------------------------------------------------------------------------------------------------------
 
-_EPOCHS = _no("learning rates follow one schedule over the run's steps")
-_BALANCE = _no("the critic needs successes and failures in their natural proportion; --data.weights mixes datasets")
-_POOLS = _no("batches are always made ahead; data.pool (in YAML) draws from a few episodes at a time")
+OLD_PRESETS = {
+    "aloha_fold": "rl_aloha_fold",
+    "acrlpd_v2_aloha_fold": "rl_aloha_fold",
+    "fold_box": "rl_fold_box",
+    "libero": "rl_libero",
+    "droid": "rl_droid",
+}
+"""Their names of configurations → ours. Those that begin with rl_ are the same."""
+
+_SCHEDULES = {"cosine": "CosineSchedule", "linear": "LinearSchedule", "constant": "ConstantSchedule"}
+_SCHEDULE_NAMES = {
+    **dict.fromkeys(("peak_lr", "peak_value", "init_value", "lr"), "peak_lr"),
+    **dict.fromkeys(("decay_steps", "total_steps"), "decay_steps"),
+    **dict.fromkeys(("decay_lr", "end_value"), "decay_lr"),
+    "warmup_steps": "warmup_steps",
+}
+
+
+def _schedule(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule, given by its kind alone or as a table."""
+    table = {"type": given} if isinstance(given, str) else dict(given)
+    kind = str(table.pop("type", "cosine"))
+    if kind not in _SCHEDULES:
+        raise UserError(f"{kind!r} is not available; the schedules are {', '.join(_SCHEDULES)}.")
+    unknown = [name for name in table if name not in _SCHEDULE_NAMES]
+    if unknown:
+        raise UserError(f"{', '.join(unknown)}: unknown; a schedule has type, {', '.join(_SCHEDULE_NAMES)}.")
+    whole = ("decay_steps", "warmup_steps")
+    renamed = {_SCHEDULE_NAMES[name]: value for name, value in table.items()}
+    return {"type": _SCHEDULES[kind]} | {
+        name: int(value) if name in whole else float(value) for name, value in renamed.items()
+    }
+
+
+def _widths(given: int | str | list[Any]) -> list[int]:
+    return [int(width) for width in (given if isinstance(given, list) else [given])]
+
+
+WANDB_PROJECT = Rule("wandb_project", why="metrics are sent there where trackers is [wandb]")
+_EPOCHS = no("learning rates follow one schedule over the run's steps")
+_BALANCE = no("the critic needs successes and failures in their natural proportion; --data.weights mixes datasets")
+_AHEAD = no("batches are always made ahead")
+_ENTROPY = no("a flow has no likelihood, so no entropy; algorithm.target_ess adapts AWR's temperature")
+_ROBOT = no("the robot has it")
+_SAVED = no("every checkpoint is one that OpenPI serves; keep_last and keep_every say which stay")
+_WANDB = no("nothing is sent to W&B unless trackers is [wandb]")
+_FSDP = no("weights are split over all devices, or over as many as fsdp_devices says")
+_HORIZON = Rule("algorithm.horizon")
 
 _ACRLPD: Names = {
-    "exp_name": Rule("exp_name"),
-    "name": _no("the preset has one"),
-    "seed": Rule("seed"),
-    "batch_size": Rule("batch_size"),
-    "fsdp_devices": Rule("fsdp_devices"),
-    **dict.fromkeys(("max_steps", "num_train_steps"), Rule("steps")),
+    **same("", "exp_name", "seed", "batch_size", "fsdp_devices"),
+    **alike(WANDB_PROJECT, "wandb_project", "project_name"),
+    "no_wandb": _WANDB,
+    "name": no("the preset has one"),
+    **alike(Rule("checkpoint", why="any format: OpenPI, OpenPI's PyTorch, LeRobot"), "pi0_checkpoint_path"),
+    **alike(Rule("steps"), "max_steps", "num_train_steps", "num_steps"),
     "log_interval": Rule("log_every"),
     "save_interval": Rule("save_every"),
     "eval_interval": Rule("algorithm.audit_every", why="the critic's audit; `pistar eval` evaluates a policy"),
     "checkpoint_dir": Rule("runs"),
-    **dict.fromkeys(("lerobot_repo_id", "repo_id", "data_dir"), Rule("data.datasets", lambda name: [name])),
+    **alike(
+        Rule("data.datasets", lambda name: [name]),
+        "lerobot_repo_id",
+        "repo_id",
+        "data_dir",
+        "data_path",
+        "dataset_path",
+    ),
     "default_prompt": Rule("data.prompt"),
-    **dict.fromkeys(("pi0_lr", "actor_lr"), Rule("policy_optimizer.schedule", falling_rate, "falls to a tenth")),
+    "skip_norm_stats": never(
+        "data is always normalised", "statistics come from the checkpoint, from data.norm_stats or from the data"
+    ),
+    **alike(Rule("policy_optimizer.schedule", falling_rate, "falls to a tenth"), "pi0_lr", "actor_lr"),
     "critic_lr": Rule("algorithm.critic_optimizer.schedule", falling_rate, "falls to a tenth"),
+    "actor_lr_schedule": Rule("policy_optimizer.schedule", _schedule),
+    "critic_lr_schedule": Rule("algorithm.critic_optimizer.schedule", _schedule),
     "warmup_steps": Rule("policy_optimizer.schedule.warmup_steps"),
     "max_grad_norm": Rule("policy_optimizer.clip_norm", float),
+    "weight_decay": Rule(
+        "policy_optimizer.weight_decay", float, "the critic has its own: critic_optimizer.weight_decay"
+    ),
     "discount": Rule("algorithm.gamma"),
-    **dict.fromkeys(("target_update_rate", "target_update_tau"), Rule("algorithm.tau")),
-    "critic_hidden_dims": Rule("algorithm.critic.hidden", list),
+    **alike(Rule("algorithm.tau"), "target_update_rate", "target_update_tau"),
+    "critic_ema_decay": Rule(
+        "algorithm.tau", lambda decay: round(1 - float(decay), 12), "tau is 1 − this decay", gives_way=True
+    ),
+    "critic_hidden_dims": Rule("algorithm.critic.hidden", _widths),
     "num_critics": Rule("algorithm.critic.ensemble"),
     "q_aggregation": Rule("algorithm.critic.aggregation"),
-    "actor_update_freq": Rule("algorithm.actor_delay"),
-    "num_action_samples": Rule("algorithm.candidates"),
-    **dict.fromkeys(
-        ("bc_loss_weight", "bc_alpha"), Rule("algorithm.bc_scale", float, "beside an actor loss of another scale")
+    "critic_weight": no(
+        "the critic has an optimiser of its own, so a weight of its loss changes nothing; see critic_lr"
     ),
-    **dict.fromkeys(("chunk_length", "horizon_length", "bootstrap_length"), Rule("algorithm.horizon")),
-    "action_dim": _no("the robot has it"),
+    "actor_update_freq": Rule("algorithm.actor_delay"),
+    **alike(Rule("algorithm.candidates"), "num_action_samples", "best_of_n"),
+    "use_best_of_n": no("best_of_n is algorithm.candidates; algorithm.actor says how the policy follows the critic"),
+    **alike(
+        Rule("algorithm.bc_scale", float, "beside an actor loss of another scale"),
+        *("bc_loss_weight", "bc_weight", "bc_alpha"),
+    ),
+    **alike(_HORIZON, "chunk_length", "horizon_length", "bootstrap_length"),
+    "action_horizon": Rule("model.action_horizon"),
+    **alike(_ROBOT, "action_dim", "state_dim"),
     "utd_ratio": Rule("algorithm.critic_updates"),
     "pi0_ema_decay": Rule("algorithm.ema_decay"),
+    "use_ema": Rule("algorithm.ema_decay", when(False, NONE), "none keeps no average"),
+    "use_ema_for_inference": always("the average is what acts and is saved", "use_ema: false keeps no average"),
     "diffusion_steps": Rule("algorithm.flow_steps"),
-    "gradient_accumulation_steps": _no(
-        "batch_size is the whole batch here, gradient_accumulation the number of its parts"
+    "gradient_accumulation_steps": Rule(
+        "gradient_accumulation", why="the parts of a batch, which must divide batch_size"
     ),
-    "enable_gradient_accumulation": _no("gradient_accumulation is the number of parts of a batch"),
-    "use_ema": _no("algorithm.ema_decay is the setting; none keeps no average"),
-    **dict.fromkeys(("critic_ema_decay", "use_ema_for_inference"), _no("the target critic follows by algorithm.tau")),
-    **dict.fromkeys(
-        ("use_adaptive_temperature", "target_entropy_multiplier", "action_sampling_temperature"),
-        _no("a flow has no likelihood, so no entropy; algorithm.target_ess adapts AWR's temperature"),
+    "enable_gradient_accumulation": no("gradient_accumulation is the number of parts of a batch"),
+    "use_adaptive_temperature": Rule(
+        "algorithm.target_ess",
+        lambda on: 0.3 if on else NONE,
+        "AWR's temperature adapts to an effective sample size of 0.3; a flow has no entropy",
     ),
-    "use_best_of_n": _no("algorithm.actor says how the policy follows the critic"),
-    **dict.fromkeys(("positive_episode_ratio", "enable_reward_balanced_episodes", "positive_batch_ratio"), _BALANCE),
+    **alike(_ENTROPY, "target_entropy_multiplier", "action_sampling_temperature"),
+    **alike(_BALANCE, "positive_episode_ratio", "enable_reward_balanced_episodes", "positive_batch_ratio"),
     "enable_batch_ratio_control": _BALANCE,
-    **dict.fromkeys(("episodes_per_memory_pool", "async_loading_enabled", "async_trigger_ratio"), _POOLS),
-    **dict.fromkeys(
-        ("enable_epoch_based_lr_schedule", "lr_decay_strategy", "lr_decay_factor", "lr_min_factor", "warmup_epochs"),
-        _EPOCHS,
+    "episodes_per_memory_pool": Rule("data.pool", lambda count: {"episodes": int(count)}, "episodes of a pool"),
+    **alike(_AHEAD, "async_loading_enabled", "async_trigger_ratio"),
+    **alike(_EPOCHS, "enable_epoch_based_lr_schedule", "lr_decay_strategy", "lr_decay_factor", "lr_min_factor"),
+    **alike(_EPOCHS, "warmup_epochs", "total_epochs", "intra_epoch_lr_decay", "intra_epoch_strategy"),
+    **alike(_EPOCHS, "steps_per_epoch", "intra_epoch_min_factor", "lr_absolute_min"),
+    **alike(
+        no("algorithm.rewards defines the reward of each step; a success has it once"),
+        *("reward_scale", "use_sparse_rewards", "terminal_reward", "episode_timeout_penalty"),
     ),
-    **dict.fromkeys(
-        ("total_epochs", "intra_epoch_lr_decay", "intra_epoch_strategy", "steps_per_epoch", "intra_epoch_min_factor"),
-        _EPOCHS,
-    ),
-    "lr_absolute_min": _EPOCHS,
-    **dict.fromkeys(
-        ("reward_scale", "use_sparse_rewards", "terminal_reward", "episode_timeout_penalty"),
-        _no("algorithm.rewards defines the reward of each step; a success has it once"),
-    ),
-    **dict.fromkeys(("bootstrap_type", "mask_invalid_actions", "pad_episodes"), _no("see algorithm.tails")),
-    **dict.fromkeys(("wandb_project", "project_name"), _LOG),
-    "enable_perf_analysis": _no("--debug prints memory and time"),
+    **alike(no("see algorithm.tails"), "bootstrap_type", "mask_invalid_actions", "pad_episodes"),
+    "enable_fsdp": Rule("fsdp_devices", when(False, 1), "none splits the weights over all devices, 1 over none"),
+    "fsdp_config": _FSDP,
+    **alike(_SAVED, "save_openpi", "save_full"),
+    "enable_perf_analysis": no("--debug prints memory and time"),
 }
-ACRLPD: dict[str, Names] = dict.fromkeys(("", "acrlpd", "qchunking"), _ACRLPD)
-"""By section. Its dataclasses share one set of names."""
-ACRLPD_LEFT_OUT: dict[str, str] = {"data": "see --data.datasets", "model": "the preset's"}
+_OPTIMIZERS = {"actor": "policy_optimizer", "critic": "algorithm.critic_optimizer"}
 
-ACRLPD_FLAGS: dict[str, str | None] = {
-    "--max_steps": "--steps",
-    "--num_train_steps": "--steps",
-    "--log_interval": "--log-every",
-    "--save_interval": "--save-every",
-    "--eval_interval": "--algorithm.audit-every",
-    "--checkpoint_dir": "--runs",
-    "--lerobot_repo_id": "--data.datasets",
-    "--data_dir": "--data.datasets",
-    "--horizon_length": "--algorithm.horizon",
-    "--bc_alpha": "--algorithm.bc-scale",
-    "--dry_run": "--dry-run",
-    "--pi0_lr": "--policy-optimizer.schedule",
-    "--critic_lr": "--algorithm.critic-optimizer.schedule",
-    "--no_wandb": None,
-    "--wandb_project": None,
-    "--debug-transforms": None,
-    "--debug_transforms": None,
-    "--fsdp_fix": None,
-    "--env_name": None,
+ACRLPD: dict[str, Names] = {
+    **dict.fromkeys(("", "acrlpd", "qchunking"), _ACRLPD),
+    "data": {
+        **_ACRLPD,
+        "asset_id": Rule("data.asset_id"),
+        **alike(no("see --robot and --data.columns"), "adapt_to_pi", "use_delta_joint_actions", "repack_transforms"),
+    },
+    "model": {
+        **_ACRLPD,
+        **same("model", "dtype", "max_token_len", "pi05"),
+        **alike(no("sizes are the preset's; --lora trains adapters"), "paligemma_variant", "action_expert_variant"),
+    },
+    "critic": {
+        "num_critics": _ACRLPD["num_critics"],
+        **alike(Rule("algorithm.critic.hidden", _widths), "hidden_dims", "critic_hidden_dims"),
+        "use_layer_norm": always("critics always have it", "critics always have layer norm: leave it out"),
+        "dropout_rate": Rule("algorithm.critic.dropout", float),
+        "q_aggregation": _ACRLPD["q_aggregation"],
+    },
+    **{
+        f"{part}_optimizer": {
+            "type": Rule(None, only("AdamW", "adamw", remedy="the optimiser is AdamW: leave it out"), "always AdamW"),
+            **{name: Rule(f"{ours}.{name}", float) for name in ("weight_decay", "b1", "b2", "eps")},
+            **alike(Rule(f"{ours}.clip_norm", float), "clip_gradient_norm", "max_grad_norm"),
+        }
+        for part, ours in _OPTIMIZERS.items()
+    },
+    "openpi_compatibility": {
+        "enable_ema_for_inference": _ACRLPD["use_ema_for_inference"],
+        "ema_decay_rate": Rule("algorithm.ema_decay", gives_way=True),
+        "save_openpi_checkpoints": always("every checkpoint is OpenPI's", "every checkpoint is OpenPI's: leave it out"),
+        "validate_openpi_compatibility": no("what is written can always be read by OpenPI; `pistar verify` checks it"),
+    },
 }
-"""Flags of train_acrlpd_pi0.py that have another name here, or no counterpart (None)."""
-WITHOUT_VALUE = ("--no_wandb", "--debug-transforms", "--debug_transforms", "--dry_run")
+"""By section; the first is the top of the file. Its dataclasses share one set of names."""
+
+ACRLPD_FLAGS: dict[str, str] = {"--dry_run": "--dry-run"}
+"""Flags of their programs that are no settings, and the option here. The others are the settings at the top."""
+FLAGS_LEFT_OUT: dict[str, str] = {
+    "--no_wandb": _WANDB.why,
+    **dict.fromkeys(("--debug-transforms", "--debug_transforms"), "`pistar data show` shows what the model gets"),
+    "--fsdp_fix": "it has no counterpart, and needs none",
+    "--env_name": "`pistar eval --env` evaluates a checkpoint",
+    "--compare_with": "after training, `pistar eval CHECKPOINT --env … --against OTHER` compares two checkpoints start "
+    "state by start state",
+}
+"""Flags of their programs without a counterpart in `pistar train`, and what there is instead."""
+WITHOUT_VALUE = ("--no_wandb", "--debug-transforms", "--debug_transforms", "--dry_run", "--enable_fsdp")

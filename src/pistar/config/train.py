@@ -112,7 +112,7 @@ class RLTrainConfig:
     seed: int = 0
     """Seed of all random numbers of the run."""
     log_every: int = 100
-    """Number of updates between lines of metrics.jsonl."""
+    """Number of updates between lines of metrics.jsonl. Online runs write a line for every iteration instead."""
     save_every: int = 1_000
     """Number of updates between checkpoints; in online runs, number of iterations."""
     keep_last: int = 1
@@ -121,6 +121,8 @@ class RLTrainConfig:
     """Also keep every checkpoint whose step is a multiple of this."""
     trackers: tuple[Tracker, ...] = ()
     """Trackers that also receive the metrics. metrics.jsonl is always written."""
+    wandb_project: str | None = None
+    """Project of the tracker wandb. None uses WANDB_PROJECT, or pistar if that is not set."""
     runs: Path = Path("runs")
     """Folder that contains the folders of all runs."""
     exp_name: str | None = None
@@ -281,7 +283,7 @@ def load_config(
             table, more = from_before(table, *of_preset)
             for note in (*notes, *more):
                 say(f"{path}: {note}")
-        return from_table(RLTrainConfig, {} if table is None else table, "config", default=default)
+        return from_table(RLTrainConfig, {} if table is None else table, "", default=default)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -303,8 +305,10 @@ HARMLESS = (
     "algorithm.audit_every",
     "algorithm.audit_frames",
     "trackers",
+    "wandb_project",
     "runs",
     "exp_name",
+    "data.norm_stats",  # refused if they differ
     "data.cache_dir",
     "data.frames",
     "gradient_accumulation",

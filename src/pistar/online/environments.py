@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pistar.config.online import StartStatesConfig
 from pistar.config.train import RLTrainConfig
 from pistar.distributed.multihost import several
 from pistar.envs.base import EnvOptions, find_tasks
@@ -54,6 +55,20 @@ def build_environments(run: OnlineRun, tasks: Sequence[str]) -> Environments:
         envs.close()
         raise
     return envs
+
+
+def pool_notes(run: OnlineRun, envs: Environments) -> list[str]:
+    """Note a pool that is larger than the tasks have start states."""
+    pool = run.online.start_states.pool
+    small = {name: len(scene.train) for name, scene in envs.scenes.items() if len(scene.train) < pool}
+    if not small or pool == StartStatesConfig.pool:  # nobody chose the default
+        return []
+    name, count = min(small.items(), key=lambda item: item[1])
+    others = f" ({counted(len(small) - 1, 'other task')} also fewer than {pool})" if len(small) > 1 else ""
+    return [
+        f"online.start_states.pool is {pool} and {name} has {counted(count, 'start state')} to train on{others}; all "
+        "of them are used"
+    ]
 
 
 def _check(run: OnlineRun, envs: Environments) -> None:

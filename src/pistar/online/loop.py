@@ -25,7 +25,7 @@ from pistar.distributed.sharding import state_sharding
 from pistar.distributed.stop_request import StopRequest
 from pistar.online.auto_tune import tune
 from pistar.online.collector import Collected, RolloutCollector
-from pistar.online.environments import build_environments, find_run_tasks
+from pistar.online.environments import build_environments, find_run_tasks, pool_notes
 from pistar.online.health import (
     Problem,
     find_problems,
@@ -40,22 +40,30 @@ from pistar.online.learner import OnlineLearner, UpdateScale
 from pistar.online.registry import make_learner
 from pistar.online.start_states import StartState, StartStateRecord, load_start_states, save_start_states
 from pistar.online.status import StatusLines
-from pistar.tables import to_table
 from pistar.telemetry.events import Events
-from pistar.telemetry.memory import resident_bytes
+from pistar.telemetry.memory import MemoryMonitor, resident_bytes
 from pistar.telemetry.metrics import MetricsLog, MetricSums, means, open_trackers
 from pistar.training.run_folder import compare_contracts, find_start, take_over
-from pistar.training.setup import OnlineRun, initial_state, prepare_online, print_notes
+from pistar.training.setup import OnlineRun, initial_state, prepare_online, print_lines, print_notes, print_state
 
 
 def train(
-    config: RLTrainConfig, console: Console, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False
+    config: RLTrainConfig,
+    console: Console,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    debug: bool = False,
 ) -> Path | None:
-    """Train to the last iteration. Returns the last checkpoint, or None if none was made."""
+    """Train to the last iteration. Returns the last checkpoint, or None if none was made.
+
+    `debug` prints how the state is split over the devices, what is wrong with it, and the memory at each stage.
+    """
     use_compilation_cache()
     tasks = find_run_tasks(config)
     checkpoints = config.folder / "checkpoints"
-    start_from = find_start(config, console, resume=resume, overwrite=overwrite)
+    config, start_from = find_start(config, console, resume=resume, overwrite=overwrite)
     run = prepare_online(config)
     if start_from is not None:
         compare_contracts(checkpoints / str(start_from), run.context.contract)
@@ -70,13 +78,18 @@ def train(
         instructions = [scene.instruction for scene in envs.scenes.values()]
         unlikely = unknown_instructions_warning(run.context.checkpoint_instructions, instructions)
         notes = [note for instruction in instructions for note in learner.check(instruction)]
-        status.describe(envs, [*notes, *config.algorithm.notes(), *_overlap_notes(run)], unlikely)
+        notes = [*notes, *config.algorithm.notes(), *_overlap_notes(run), *_log_notes(config), *pool_notes(run, envs)]
+        status.describe(envs, notes, unlikely, start_from)
         if dry_run:
             status.dry_run(unlikely)
             return None
         loop = OnlineLoop(run, collector, learner, where, status, start_from)
+        if debug:
+            loop.print_state()
         take_over(config, overwrite=overwrite)
         loop.run(_contract_after(run, instructions), stop)
+    if debug:
+        print_lines(loop.memory.report(), console)
     status.end(loop.history, loop.iteration)
     return checkpoints / str(loop.iteration) if loop.iteration else None
 
@@ -108,6 +121,12 @@ def _overlap_notes(run: OnlineRun) -> list[str]:
     return []
 
 
+def _log_notes(config: RLTrainConfig) -> list[str]:
+    if config.log_every == RLTrainConfig.log_every:
+        return []
+    return [f"log_every is {config.log_every} and changes nothing: an online run logs every iteration"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Iteration:
     """What an iteration measured."""
@@ -137,8 +156,10 @@ class OnlineLoop:
         self._collector, self._learner, self._where, self._status = collector, learner, where, status
         self._checkpoints = run.config.folder / "checkpoints"
         self._start_from = start_from
-        self.history, self.iteration = RunHistory(), start_from or 0
+        self.history, self.iteration, self.memory = RunHistory(), start_from or 0, MemoryMonitor()
+        self.memory.mark("start")
         self._state = self._state_at(start_from)
+        self._mark("loaded")
         if start_from is not None:
             folder = self._checkpoints / str(start_from)
             self.history = dataclasses.replace(RunHistory.load(folder), finished=False)
@@ -155,11 +176,20 @@ class OnlineLoop:
         agent = self._run.agent
         return restore(self._checkpoints, step, abstract_state(agent), self._where, lambda s: parts_of(agent, s))[0]
 
+    def _mark(self, moment: str) -> None:
+        """Measure memory at this moment, the first time it comes."""
+        if moment not in (earlier.name for earlier in self.memory.moments):
+            self.memory.mark(moment, self._run.agent.components(self._state))
+
+    def print_state(self) -> None:
+        """Print how the state is split over the devices, and what is wrong with it."""
+        print_state(self._run, self._state, self._status.console)
+
     def run(self, contract: Contract, stop: StopRequest) -> None:
         """Iterate until the last iteration, an early stop, a request to stop, or a problem around the run."""
         config, folder = self._config, self._config.folder
         events = Events(folder, self._status.console, after=self.iteration)
-        trackers = open_trackers(config.trackers, folder, str(config.exp_name or config.name), to_table(config))
+        trackers = open_trackers(config)
         saver = Saver(self._checkpoints, self._run.context.norm_stats, contract, config.keep_last, config.keep_every)
         with (
             closing(MetricsLog(folder, trackers, after=self.iteration if self._start_from is not None else -1)) as log,
@@ -172,7 +202,9 @@ class OnlineLoop:
             leave = False
             while self.iteration < config.steps and not (self.history.finished or leave or stop.requested()):
                 collected = self._collect(events)
+                self._mark("first rollouts")
                 measured = self._learn(collected, beside)
+                self._mark("first updates")
                 measured = self._evaluate(measured, events, log)
                 measured = self._check(measured, saver, events)
                 self.history.updates = self._learner.updates(self._state)
@@ -182,6 +214,7 @@ class OnlineLoop:
                 leave = must_leave(measured.problems, self.iteration, events)
                 self._save(measured, saver, log, due=leave or stop.requested())
             saver.wait()
+            self._mark("end")
             report_nothing_learnt(self.history, self.iteration, folder, events)
 
     @contextlib.contextmanager

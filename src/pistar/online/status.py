@@ -13,7 +13,7 @@ from pistar.online.collector import SimulatorFault
 from pistar.online.history import RunHistory
 from pistar.telemetry.events import Events
 from pistar.text import counted
-from pistar.training.setup import OnlineRun
+from pistar.training.setup import OnlineRun, starts_from
 
 
 class StatusLines:
@@ -32,7 +32,7 @@ class StatusLines:
             what = f"iteration {iteration} of {self._config.steps}: {what}"
         return self.console.status(f"{what} …")
 
-    def describe(self, envs: Environments, notes: Sequence[str], unlikely: str | None) -> None:
+    def describe(self, envs: Environments, notes: Sequence[str], unlikely: str | None, start_from: int | None) -> None:
         """Print warnings, notes, and what the run will do."""
         config, online, scene = self._config, self._online, envs.scene
         if unlikely:
@@ -47,7 +47,7 @@ class StatusLines:
         rows = self._run.demonstration_rows
         data = f", {rows / config.batch_size:.0%} of each batch from data" if rows else ""
         self._print(
-            f"{config.name}: {tasks} ({counted(scene.limit, 'step')}), from {config.checkpoint}; "
+            f"{config.name}: {tasks} ({counted(scene.limit, 'step')}), from {starts_from(config, start_from)}; "
             f"{counted(config.steps, 'iteration')} of {starts} × {rollouts} ({config.algorithm.describe()}, {explores}"
             f"{data}); norm stats from {self._run.context.norm_stats_from}; run in {config.folder}"
         )

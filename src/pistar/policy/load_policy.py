@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pistar.data.robots import Robot, find_robot, input_transform, output_transf
 from pistar.data.transforms import Data, Transform, stack_observations
 from pistar.errors import UserError
 from pistar.models.config import Pi0Config
+from pistar.models.infer_config import MODEL_NAMES
 from pistar.models.pi0 import Params, param_shapes
 from pistar.models.tokenizer import TINY_TOKENIZER, PromptTokenizer, check_same_tokenizer, check_vocab, load_tokenizer
 from pistar.policy.act import act
@@ -54,6 +55,14 @@ class Policy:
     contract: Contract | None = None
     """What the checkpoint and whoever loaded it agreed on."""
 
+    def __repr__(self) -> str:
+        """One line, without the weights."""
+        count = sum(param.size for param in self.params.values())
+        return (
+            f"Policy({MODEL_NAMES[self.config.model_type]}, robot {self.robot.name}, "
+            f"chunks of {self.config.action_horizon} actions, {count:,} parameters)"
+        )
+
     @property
     def instructions(self) -> tuple[str, ...] | None:
         """Instructions of the tasks it was trained on; None if that is unknown."""
@@ -63,6 +72,11 @@ class Policy:
         self, observations: Sequence[Data], noise: Float[np.ndarray, "b *n h a"] | Float[Array, "b *n h a"]
     ) -> Float[np.ndarray, "b *n h d"]:
         """Chunks in the robot's units for a batch of its observations; n of each, if the noise has that axis."""
+        if isinstance(observations, Mapping):
+            raise UserError(
+                "observations is one dictionary; act takes a list of them, one for each robot: "
+                "policy.act([observation], policy.draw_noise(seed, 1))."
+            )
         wanted = (len(observations), self.config.action_horizon, self.config.action_dim)
         if (noise.shape[0], *noise.shape[-2:]) != wanted or noise.ndim > 4:
             raise UserError(

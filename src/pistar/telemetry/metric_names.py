@@ -1,9 +1,42 @@
-"""Old names of metrics: the metrics.jsonl and checkpoints of older runs are still read."""
+"""Names of metrics, and old names: the metrics.jsonl and checkpoints of older runs are still read."""
 
 from collections.abc import Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
+
+OFFLINE_METRICS = tuple(f"time/{name}" for name in ("step_seconds", "samples_per_second", "data_wait_fraction"))
+"""Metrics of runs on data alone, besides those of the updates."""
+
+AUDIT_METRICS = tuple(
+    f"audit/{name}"
+    for name in (
+        *("frames", "frames_without_return", "q_mean", "return_mean", "bias", "bias_success", "bias_failure"),
+        *("bias_near", "bias_mid", "bias_far", "rank_correlation", "rank_correlation_near", "rank_correlation_mid"),
+        *("rank_correlation_far", "q_policy_minus_data", "q_max_minus_mean", "q_shuffled_drop", "q_shuffled_win_rate"),
+        *("out_of_range_fraction", "target_clip_fraction", "td_error", "auc_early"),
+    )
+)
+"""Metrics of the critic's audit."""
+
+EVALUATION_METRICS = tuple(
+    f"eval/{trial}_{what}" for trial in ("zero_noise", "sampled", "best_of_n") for what in ("successes", "episodes")
+)
+"""Metrics of evaluations in online runs. With several tasks, each is also measured per task: NAME/TASK."""
+
+ONLINE_METRICS = (
+    *EVALUATION_METRICS,
+    "eval/faults",
+    *(f"rollout/{name}" for name in ("success_rate", "episodes", "informative_groups", "groups", "env_steps")),
+    *(f"rollout/{name}" for name in ("faults", "solved_start_states", "policy_age", "success_rate_plain")),
+    *(f"rollout/success_rate_{kind}_noise" for kind in ("held", "scaled", "action", "state")),
+    *(f"train/{name}" for name in ("chunks", "updates", "drift", "weight_norm", "label_distance", "own_fraction")),
+    *(f"replay/{name}" for name in ("steps", "episodes", "bytes", "success_rate")),
+    *("tuning/lr_scale", "tuning/epoch_scale"),
+    *(f"time/{name}" for name in ("rollout_seconds", "update_seconds", "env_steps_per_second")),
+    *("time/simulator_fraction", "time/policy_fraction"),
+)
+"""Metrics of runs that make rollouts, besides those of the updates."""
 
 RENAMED = {
     "gradient_norm": "grad_norm",

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pistar.config.train import RLTrainConfig
 from pistar.distributed.multihost import is_leader, several
 from pistar.errors import UserError
+from pistar.tables import to_table
 from pistar.telemetry.metric_names import rename_metrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -174,29 +176,43 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse trackers whose package is not installed."""
+    """Refuse trackers whose package is not installed, and Weights & Biases without a login."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise UserError(
                 f"tracker {name} needs {_PACKAGES[name]}; pip install 'pistar-rl[{name}]', or leave it out."
             )
+        if name == "wandb" and is_leader():
+            _log_in()
 
 
-def open_trackers(names: Iterable[str], folder: Path, run_name: str, config: Mapping[str, Any]) -> list[Sink]:
-    """Open all of these trackers, on the host that writes."""
-    return [open_tracker(name, folder, run_name, config) for name in names if is_leader()]
+def _log_in() -> None:
+    """Log in to Weights & Biases, as `wandb.init` would in the middle of the run, unless it is offline."""
+    import wandb
+
+    if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
+        return
+    try:
+        wandb.login(verify=True)  # on a terminal it asks for the key
+    except (wandb.Error, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"tracker wandb cannot log in ({reason}); run `wandb login`, or set WANDB_MODE=offline to upload later."
+        ) from error
 
 
-def open_tracker(name: str, folder: Path, run_name: str, config: Mapping[str, Any]) -> Sink:
+def open_trackers(config: RLTrainConfig) -> list[Sink]:
+    """Open all trackers of a run, on the host that writes."""
+    return [open_tracker(name, config) for name in config.trackers if is_leader()]
+
+
+def open_tracker(name: str, config: RLTrainConfig) -> Sink:
     """Open TensorBoard, or Weights & Biases (offline with WANDB_MODE=offline)."""
-    if name == "tensorboard":
-        return _TensorBoard(folder, run_name, config)
-    return _Wandb(folder, run_name, config)
+    return _TensorBoard(config.folder) if name == "tensorboard" else _Wandb(config)
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        del run_name, config
+    def __init__(self, folder: Path) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
@@ -210,20 +226,30 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: RLTrainConfig) -> None:
         import wandb
 
-        kept = folder / "wandb_id"  # kept for a resume: one run, one curve
+        kept = config.folder / "wandb_id"  # kept for a resume: one run, one curve
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex, encoding="utf-8")
-        self._run = wandb.init(
-            project="pistar",
-            name=run_name,
-            id=kept.read_text(encoding="utf-8"),
-            dir=str(folder),
-            config=dict(config),
-            resume="allow",
-        )
+        ours = {
+            "WANDB_PROJECT": ("project", "pistar"),
+            "WANDB_NAME": ("name", str(config.exp_name or config.name)),
+            "WANDB_RUN_ID": ("id", kept.read_text(encoding="utf-8")),
+            "WANDB_RESUME": ("resume", "allow"),
+            "WANDB_DIR": ("dir", str(config.folder)),
+        }
+        options: dict[str, Any] = dict(option for variable, option in ours.items() if not os.environ.get(variable))
+        if config.wandb_project is not None:
+            options["project"] = config.wandb_project
+        try:
+            self._run = wandb.init(config=to_table(config), **options)
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"tracker wandb did not start ({reason}); set WANDB_MODE=offline to upload later, and continue with "
+                "--resume."
+            ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

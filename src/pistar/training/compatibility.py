@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from pistar.checkpoints.contract import Contract, merge_instructions, read_contract
 from pistar.checkpoints.reader import Checkpoint, open_checkpoint
 from pistar.config.train import RLTrainConfig
@@ -71,7 +73,8 @@ def agree(config: RLTrainConfig, data: Sequence[LabelledDataset]) -> RunContext:
         config.model.image_size,
         discrete_state=contract.prompt_format == "pi05",
     )
-    return RunContext(inputs, contract, stats, stats_from, (*notes, *schedule_notes(config)), before)
+    notes = [*notes, *schedule_notes(config), *_adapter_notes(config), *_padding_notes(config, data)]
+    return RunContext(inputs, contract, stats, stats_from, tuple(notes), before)
 
 
 def schedule_notes(config: RLTrainConfig) -> list[str]:
@@ -87,6 +90,36 @@ def schedule_notes(config: RLTrainConfig) -> list[str]:
                 f"{updates:.0f} of them; to fit, --{name.replace('_', '-')}.schedule.decay-steps {updates:.0f}"
             )
     return notes
+
+
+def _adapter_notes(config: RLTrainConfig) -> list[str]:
+    """Note adapters on fresh weights: what they adapt is random, and frozen."""
+    if config.checkpoint is not None or (config.model.vlm.lora is None and config.model.expert.lora is None):
+        return []
+    return [
+        "the model has LoRA adapters and starts from fresh weights, which stay random because they are frozen; give "
+        "--checkpoint PATH, or train all weights (without --lora)"
+    ]
+
+
+def _padding_notes(config: RLTrainConfig, data: Sequence[LabelledDataset]) -> list[str]:
+    """Note datasets whose episodes end before most of a chunk is over."""
+    horizon, notes = config.model.action_horizon, []
+    for part in data:
+        lengths = np.array([part.dataset.episodes[index].length for index in part.train.tolist()])
+        padding = 1 - np.minimum(horizon, _remaining(lengths)).mean() / horizon
+        if padding > 0.5:
+            notes.append(
+                f"model.action_horizon is {horizon} and episodes of {part.name} have {lengths.mean():.0f} "
+                f"frames on average, so {padding:.0%} of a chunk is padding after the episode's end; a smaller "
+                "--model.action-horizon wastes less"
+            )
+    return notes
+
+
+def _remaining(lengths: np.ndarray) -> np.ndarray:
+    """Frames from each frame to the end of its episode, itself included."""
+    return np.concatenate([np.arange(length, 0, -1) for length in lengths])
 
 
 def _instructions(config: RLTrainConfig, data: Sequence[LabelledDataset]) -> list[str]:

@@ -1,8 +1,9 @@
 """A run's datasets: labelled with outcomes, split into training and held-out episodes, and made into batches."""
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -38,6 +39,8 @@ from pistar.types import RewardScheme
 class LabelledDataset:
     """A dataset, the outcomes of its episodes, and which of them are trained on."""
 
+    name: str
+    """The dataset as the settings name it."""
     dataset: Dataset
     labels: Labels
     train: np.ndarray
@@ -53,8 +56,24 @@ def require_datasets(config: RLTrainConfig) -> Sequence[str]:
     return config.data.datasets
 
 
+@contextlib.contextmanager
+def _naming(config: RLTrainConfig, name: str) -> Iterator[None]:
+    """Put a dataset's name before errors about it, if there are several and the error does not say which."""
+    try:
+        yield
+    except UserError as error:
+        if len(config.data.datasets) < 2 or name in str(error):
+            raise
+        raise UserError(f"{name}: {error}") from error
+
+
 def open_labelled(config: RLTrainConfig, name: str) -> LabelledDataset:
     """Open a dataset, read its outcomes and split its episodes."""
+    with _naming(config, name):
+        return _open_labelled(config, name)
+
+
+def _open_labelled(config: RLTrainConfig, name: str) -> LabelledDataset:
     data = config.data
     dataset = open_dataset(name)
     if config.algorithm.needs_rewards or data.only_successes:
@@ -67,7 +86,7 @@ def open_labelled(config: RLTrainConfig, name: str) -> LabelledDataset:
         train = train[labels.success[train]]
         if not len(train):
             raise UserError(f"{name} has no successful episode, and data.only_successes leaves no other; turn it off.")
-    return LabelledDataset(dataset, labels, train, held_out)
+    return LabelledDataset(name, dataset, labels, train, held_out)
 
 
 def _check_returns(config: RLTrainConfig, name: str, labels: Labels, dataset: Dataset) -> None:
@@ -119,19 +138,21 @@ def make_sources(
     config: RLTrainConfig, data: Sequence[LabelledDataset], inputs: ModelInputs, *, dry: bool
 ) -> list[ChunkSource]:
     """Each dataset as a source of windows. `dry` decodes frames only when they are drawn."""
-    return [
-        dataset_source(
-            part.dataset,
-            inputs,
-            config.windows(),
-            part.labels,
-            _frames(config, part.dataset, inputs.robot, dry=dry),
-            prompt=config.data.prompt,
-            format_prompt=_prompt_of_demonstrations(config, inputs),
-            repack=columns_of(config, inputs.robot),
-        )
-        for part in data
-    ]
+    sources = []
+    for part in data:
+        with _naming(config, part.name):
+            source = dataset_source(
+                part.dataset,
+                inputs,
+                config.windows(),
+                part.labels,
+                _frames(config, part.dataset, inputs.robot, dry=dry),
+                prompt=config.data.prompt,
+                format_prompt=_prompt_of_demonstrations(config, inputs),
+                repack=columns_of(config, inputs.robot),
+            )
+        sources.append(source)
+    return sources
 
 
 def weigh_windows(

@@ -14,26 +14,19 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from pistar.agents.base import CRITIC, CRITIC_OPTIMIZER, FROZEN, OPTIMIZER, TRAINED, abstract_state
+from pistar.agents.base import abstract_state
 from pistar.checkpoints.manager import Saver, parts_of, restore
 from pistar.config.train import RLTrainConfig
 from pistar.distributed.compilation_cache import use_compilation_cache
-from pistar.distributed.sharding import (
-    dtype_problems,
-    optimizer_problems,
-    state_problems,
-    state_sharding,
-    tree_report,
-)
+from pistar.distributed.sharding import state_sharding
 from pistar.distributed.stop_request import StopRequest
-from pistar.tables import to_table
 from pistar.telemetry.memory import MemoryMonitor
 from pistar.telemetry.metrics import MetricsLog, MetricSums, add_sums, open_trackers
 from pistar.telemetry.progress import ProgressLine
 from pistar.training.critic_audit import Audit
 from pistar.training.dispatch import make_dispatch, updates_of
 from pistar.training.run_folder import compare_contracts, find_start, take_over
-from pistar.training.setup import Run, describe, initial_state, prepare
+from pistar.training.setup import Run, describe, initial_state, prepare, print_lines, print_state
 from pistar.types import PolicyBatch
 
 
@@ -52,11 +45,11 @@ def train(
     """
     use_compilation_cache()
     checkpoints = config.folder / "checkpoints"
-    start_from = find_start(config, console, resume=resume, overwrite=overwrite)
+    config, start_from = find_start(config, console, resume=resume, overwrite=overwrite)
     run = prepare(config, dry=dry_run)
     if start_from is not None:
         compare_contracts(checkpoints / str(start_from), run.context.contract)
-    describe(run, console)
+    describe(run, console, start_from)
     abstract = abstract_state(run.agent)
     if dry_run:
         _check_shapes(run, abstract, console)
@@ -76,7 +69,7 @@ def train(
         step = start_from or 0
         memory.mark("loaded", agent.components(state))
         if debug:
-            _print_state(run, state, console)
+            print_state(run, state, console)
         take_over(config, overwrite=overwrite)
         with closing(_open_log(config, step)) as log, closing(_open_saver(run)) as saver:
             batches = _dispatches(run, step)
@@ -107,8 +100,7 @@ def train(
             saver.wait()
             memory.mark("end", agent.components(state))
     if debug:
-        for text in memory.report():
-            console.print(text, markup=False, highlight=False)
+        print_lines(memory.report(), console)
     if stop.received:
         saved = "saved. Continue with --resume." if step else "there is nothing to save yet."
         console.print(f"Stopped on request at step {step}; {saved}", highlight=False)
@@ -116,8 +108,7 @@ def train(
 
 
 def _open_log(config: RLTrainConfig, step: int) -> MetricsLog:
-    name = str(config.exp_name or config.name)
-    return MetricsLog(config.folder, open_trackers(config.trackers, config.folder, name, to_table(config)), after=step)
+    return MetricsLog(config.folder, open_trackers(config), after=step)
 
 
 def _open_saver(run: Run) -> Saver:
@@ -149,26 +140,3 @@ def _check_shapes(run: Run, abstract: object, console: Console) -> None:
     )
     jax.eval_shape(updates_of(run.agent), abstract, whole, jax.random.key(0), jnp.int32(0), jnp.float32(1.0))
     console.print("Dry run: data, weights and shapes fit together. Nothing was trained or written.", highlight=False)
-
-
-def _print_state(run: Run, state: object, console: Console) -> None:
-    """Print how the state is split over the devices, and what is wrong with it."""
-    reports = tree_report(state)
-    whole = sum(report.bytes_on_device for report in reports)
-    large = [report for report in reports if report.bytes_on_device >= whole / 500]
-    rest = whole - sum(report.bytes_on_device for report in large)
-    lines = [str(report) for report in large]
-    lines.append(
-        f"debug: {len(reports) - len(large)} smaller arrays, {rest / 1e6:.3f} MB; all {len(reports)} together "
-        f"{whole / 1e6:.3f} MB on each device"
-    )
-    parts = run.agent.components(state)
-    problems = state_problems(state, run.mesh)
-    for name, dtype in ((TRAINED, "float32"), (FROZEN, "bfloat16")):
-        problems += dtype_problems(parts.get(name, {}), dtype)
-    for name, optimizer in ((TRAINED, OPTIMIZER), (CRITIC, CRITIC_OPTIMIZER)):
-        if name in parts:
-            problems += optimizer_problems(parts[name], parts[optimizer])
-    lines += [f"debug: {problem}" for problem in problems or ["nothing is wrong with the state"]]
-    for text in lines:
-        console.print(text, markup=False, highlight=False)

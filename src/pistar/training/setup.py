@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: data, norm statistics, weights and their agreement, the agent."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,15 +10,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pistar.agents.base import Agent, initial_key
+from pistar.agents.base import CRITIC, CRITIC_OPTIMIZER, FROZEN, OPTIMIZER, TRAINED, Agent, initial_key
 from pistar.checkpoints.load import load_into
-from pistar.checkpoints.reader import open_checkpoint
+from pistar.checkpoints.reader import check_exists, open_checkpoint
 from pistar.config.online import OnlineConfig
 from pistar.config.train import RLTrainConfig
 from pistar.data.chunk_source import ChunkSource
 from pistar.data.loader import Loader
 from pistar.distributed.multihost import compile_in_lockstep
-from pistar.distributed.sharding import make_mesh, place, state_sharding
+from pistar.distributed.sharding import (
+    dtype_problems,
+    make_mesh,
+    optimizer_problems,
+    place,
+    state_problems,
+    state_sharding,
+    tree_report,
+)
 from pistar.errors import UserError
 from pistar.models.pi0 import Params, cast_frozen, init_params, param_shapes
 from pistar.telemetry.metrics import check_trackers
@@ -119,6 +128,8 @@ def _check_demonstrations(config: RLTrainConfig, online: OnlineConfig) -> None:
 
 def _prepare_devices(config: RLTrainConfig) -> jax.sharding.Mesh:
     check_batch(config)
+    if config.checkpoint is not None:
+        check_exists(config.checkpoint)
     mesh = make_mesh(config.fsdp_devices)
     check_trackers(config.trackers)
     return mesh
@@ -182,14 +193,19 @@ def initial_state(run: Run | OnlineRun, where: Any) -> Any:  # noqa: ANN401  # t
 # --- What it says of itself -------------------------------------------------------------------------------------------
 
 
-def describe(run: Run, console: Console) -> None:
+def starts_from(config: RLTrainConfig, step: int | None) -> str:
+    """Where the weights come from, in words. `step`: the step that is resumed from, if any."""
+    return f"step {step} of {config.folder}" if step is not None else config.checkpoint or "fresh weights"
+
+
+def describe(run: Run, console: Console, start_from: int | None = None) -> None:
     """Print a table of what will be trained on what, and the notes."""
     config, (train, held_out) = run.config, run.episodes
     table = Table(show_header=False, title=Text(config.name))
     contract = run.context.contract
     rows = {
         "model": f"{config.model.model_type}, chunks of {config.model.action_horizon} × {contract.action_dim}",
-        "starts from": config.checkpoint or "fresh weights",
+        "starts from": starts_from(config, start_from),
         "algorithm": _algorithm(config),
         "data": ", ".join(config.data.datasets),
         "episodes": f"{train} to train on, {held_out} held out; {counted(run.windows, 'window')}",
@@ -206,8 +222,36 @@ def describe(run: Run, console: Console) -> None:
 
 def print_notes(notes: tuple[str, ...], console: Console) -> None:
     """Print each on a line of its own."""
-    for note in notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+    print_lines((f"note: {note}" for note in notes), console)
+
+
+def print_lines(lines: Iterable[str], console: Console) -> None:
+    """Print these as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
+def print_state(run: Run | OnlineRun, state: object, console: Console) -> None:
+    """Print how the state is split over the devices, and what is wrong with it."""
+    reports = tree_report(state)
+    whole = sum(report.bytes_on_device for report in reports)
+    large = [report for report in reports if report.bytes_on_device >= whole / 500]
+    rest = whole - sum(report.bytes_on_device for report in large)
+    lines = [str(report) for report in large]
+    lines.append(
+        f"debug: {len(reports) - len(large)} smaller arrays, {rest / 1e6:.3f} MB; all {len(reports)} together "
+        f"{whole / 1e6:.3f} MB on each device"
+    )
+    parts = run.agent.components(state)
+    problems = state_problems(state, run.mesh)
+    for name, dtype in ((TRAINED, "float32"), (FROZEN, "bfloat16")):
+        problems += dtype_problems(parts.get(name, {}), dtype)
+    for name, optimizer in ((TRAINED, OPTIMIZER), (CRITIC, CRITIC_OPTIMIZER)):
+        if name in parts:
+            problems += optimizer_problems(parts[name], parts[optimizer])
+    print_lines(
+        [*lines, *(f"debug: {problem}" for problem in problems or ["nothing is wrong with the state"])], console
+    )
 
 
 def _algorithm(config: RLTrainConfig) -> str:

@@ -239,7 +239,7 @@ def test_wrong_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
     refuse(tmp_path / "nowhere", "nowhere does not exist; name a folder")
     refuse("someone/cubes", rf"neither someone/cubes nor {tmp_path}/someone/cubes in LeRobot's cache is a folder; ")
-    refuse("someone/cubes", r"huggingface-cli download --repo-type dataset someone/cubes .*download=True")
+    refuse("someone/cubes", r"hf download --repo-type dataset someone/cubes .*download=True")
     refuse(LEROBOT / "lerobot_v30_manifest.npz", "is a file; name a folder")
     refuse(tmp_path, "has no meta/info.json, so it is not a LeRobot dataset; name the folder")
     refuse(LEROBOT, "not a LeRobot dataset; did you mean .*lerobot_v")

@@ -2,10 +2,12 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Literal
 
 from pistar.data.lerobot.dataset import Dataset
+from pistar.text import counted
 
 Kind = Literal[
     "meta", "data", "index", "timestamps", "dimensions", "nan", "range", "constant", "duplicate", "task", "stats",
@@ -81,14 +83,28 @@ class CheckReport:
         return collections.Counter(f.fix for f in self.findings if f.fix is not None and f.episode in places)
 
 
+_FILE = re.compile(r"\S+\.(?:parquet|mp4)")
+
+
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
-    """Group equal findings, each with its episodes; a list without episodes means the whole dataset."""
-    groups: dict[Finding, list[int]] = {}
+    """Group findings that are equal but for the file they name, each with its episodes.
+
+    The message names the first file and counts the others. A list without episodes means the whole dataset.
+    """
+    groups: dict[Finding, list[Finding]] = {}
     for finding in findings:
-        episodes = groups.setdefault(dataclasses.replace(finding, episode=None), [])
-        if finding.episode is not None and finding.episode not in episodes:
-            episodes.append(finding.episode)
-    return list(groups.items())
+        kind = dataclasses.replace(finding, episode=None, message=_FILE.sub("*", finding.message))
+        groups.setdefault(kind, []).append(finding)
+    return [_joined(group) for group in groups.values()]
+
+
+def _joined(group: list[Finding]) -> tuple[Finding, list[int]]:
+    message = group[0].message
+    files = {file: None for finding in group for file in _FILE.findall(finding.message)[:1]}
+    if len(files) > 1:
+        message = _FILE.sub(lambda file: f"{file[0]} (and {counted(len(files) - 1, 'more file')})", message, count=1)
+    episodes = dict.fromkeys(finding.episode for finding in group if finding.episode is not None)
+    return dataclasses.replace(group[0], episode=None, message=message), list(episodes)
 
 
 def unfixable(findings: Iterable[Finding]) -> set[int | None]:

@@ -51,7 +51,7 @@ def find_dataset(source: str | Path, *, download: bool = False, revision: str | 
         if path != named:
             raise UserError(
                 f"neither {named} nor {path} in LeRobot's cache is a folder; {remedy}, or download it: "
-                f"`huggingface-cli download --repo-type dataset {source} --local-dir {path}`, in Python "
+                f"`hf download --repo-type dataset {source} --local-dir {path}`, in Python "
                 f"open_dataset({source!r}, download=True)."
             )
         raise UserError(f"{path} is a file; {remedy}." if path.exists() else f"{path} does not exist; {remedy}.")
@@ -77,7 +77,8 @@ def _download(repo_id: str, path: Path, revision: str | None) -> None:
     except Exception as error:  # its errors share no base class across versions
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(
-            f"{repo_id} cannot be downloaded ({reason[0]}); check the name and the network, or copy it to {path}."
+            f"{repo_id} cannot be downloaded ({reason[0]}); check the name and the network, log in if it is private "
+            f"(`hf auth login`), or copy it to {path}."
         ) from error
 
 
